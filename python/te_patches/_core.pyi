@@ -1,0 +1,81 @@
+"""The native core: plans, kernels and the reading of tensors. `te_patches` is the public surface."""
+
+from typing import Any, Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+_Variant = tuple[str, str, str, str]
+
+@final
+class Plan:
+    """The plan of one optimizer's groups. Holds numbers only: no tensor, gradient or parameter is kept alive by it."""
+
+    def __new__(cls) -> Plan: ...
+    def step(
+        self,
+        optimizer: Any,
+        mode: Literal["auto", "native", "te"],
+        served: list[int],
+        strict_parity: bool,
+        count_empty: bool,
+    ) -> tuple[Literal["initialize", "prove", "lower"], list[Any]] | None:
+        """Takes one step, or returns what has to be done first; the optimizer is then as it was.
+
+        ("initialize", [(parameter, whether its master is a remainder)]), ("prove", [(device, kernel's names)]), or
+        ("lower", [(group, tier)]): serve these groups in a lower tier, then name them in `served`.
+        """
+
+    def report(self) -> list[dict[str, Any]]:
+        """Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made."""
+
+def multi_tensor_adam(
+    tensor_lists: list[list[Any]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    remainder: bool,
+) -> None:
+    """Adam on lists of plain tensors: [gradients, parameters, exp_avg, exp_avg_sq] and, as a fifth, fp32 masters or,
+    with `remainder`, int16 remainders. `mode` is 1 for AdamW, 0 for L2; `step` counts from 1. Runs on the tensors' own
+    device, on torch's current stream. RuntimeError for lists of unequal lengths and tensors that do not belong
+    together; nothing has changed then.
+    """
+
+def adam_reference(
+    grad: npt.NDArray[np.float32],
+    param: npt.NDArray[np.float32],
+    exp_avg: npt.NDArray[np.float32],
+    exp_avg_sq: npt.NDArray[np.float32],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool = True,
+    adam_w: bool = True,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Updated (param, exp_avg, exp_avg_sq) of float32 arrays of equal length: the kernels' sequence of operations in
+    IEEE fp32 on the CPU, with exact reciprocals and square roots. ValueError for unequal lengths.
+    """
+
+def kernel_variants() -> list[_Variant]:
+    """Every combination of storage types that has a kernel: (gradient, parameter, moments, master)."""
+
+def compile_kernel(variant: _Variant, arch: int, large: bool) -> tuple[bytes, str]:
+    """Compiles one kernel for compute capability `arch` (90 for sm_90) with NVRTC; returns (machine code, log).
+
+    Needs no GPU. RuntimeError without NVRTC or if the source does not compile.
+    """
+
+def record_proof(device: int, variant: _Variant, reason: str | None) -> None:
+    """Remembers whether a kernel gave stock's bits on a device: `reason` is None if it did."""
+
+def proofs() -> list[tuple[int, str, bool, str]]:
+    """(device, kernel, equal, reason) of every kernel that was compared with stock in this process."""

@@ -1,0 +1,155 @@
+"""Putting the patches in place and taking them back: idempotent, thread-safe, all or nothing.
+
+Layer: methods on the class FusedAdam, not the class's name: Megatron and NeMo import the class by name, often before
+`apply()`, and subclasses inherit.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from te_patches import _empty_shards, _releases, _step
+from te_patches._settings import Kernels, choose_kernels
+
+_log = logging.getLogger("te_patches")
+_lock = threading.RLock()
+
+
+@dataclass
+class Patch:
+    """One name that was replaced, or left alone for a reason."""
+
+    target: str
+    state: str
+    why: str
+    owner: Any = None
+    name: str = ""
+    original: Any = None
+    replacement: Any = None
+
+    @property
+    def in_place(self) -> bool:
+        return self.replacement is not None and vars(self.owner)[self.name] is self.replacement
+
+
+@dataclass
+class Applied:
+    """What `apply()` did."""
+
+    fused_adam: ModuleType
+    switch: _step.Switch
+    patches: list[Patch]
+
+
+_applied: Applied | None = None
+
+
+def applied() -> Applied | None:
+    """What is in place."""
+    return _applied
+
+
+def apply(kernels: Kernels | None = None) -> None:
+    """Patches Transformer Engine's FusedAdam in this process.
+
+    Call it once at startup, before optimizers and schedulers are built (a scheduler pins the step it finds). Calling
+    it again changes nothing but `kernels`:
+
+    - "auto" (default, or from the environment variable TE_PATCHES): native kernels where they were shown equal to stock
+      on this GPU, Transformer Engine's kernels elsewhere;
+    - "native": native kernels or RuntimeError;
+    - "te": Transformer Engine's kernels over lists read anew each step.
+
+    TE_PATCHES=off makes this call do nothing. Logs one INFO line per patch. Raises ImportError if Transformer Engine is
+    missing, ValueError for an unknown word, RuntimeError if another library has replaced FusedAdam.step; then nothing
+    has changed.
+    """
+    global _applied
+    chosen = choose_kernels(kernels)
+    with _lock:
+        if chosen == "off":
+            _log.info("TE_PATCHES=off: nothing is patched")
+            return
+        if _applied is not None and any(patch.in_place for patch in _applied.patches):
+            _applied.switch.kernels = chosen
+            return
+        fused_adam = _releases.import_fused_adam()
+        release = _releases.probe(fused_adam)
+        switch = _step.Switch(chosen, release)
+        patches = [_patch_step(fused_adam, switch), _patch_applier(fused_adam, release)]
+        for patch in patches:
+            if patch.replacement is not None:
+                setattr(patch.owner, patch.name, patch.replacement)
+            _log.info("%s: %s (%s)", patch.target, patch.state, patch.why)
+        _applied = Applied(fused_adam, switch, patches)
+
+
+def revert() -> None:
+    """Puts the original objects back; optimizers go on with Transformer Engine's own step.
+
+    RuntimeError if another library has since replaced a patched name; then nothing has changed.
+    """
+    global _applied
+    with _lock:
+        if _applied is None:
+            return
+        replaced = [patch for patch in _applied.patches if patch.replacement is not None]
+        for patch in replaced:
+            if not patch.in_place:
+                now = vars(patch.owner)[patch.name]
+                raise RuntimeError(
+                    f"te_patches cannot be reverted: {patch.target} was replaced since by "
+                    f"{getattr(now, '__module__', '?')}.{getattr(now, '__qualname__', now)}; revert that first"
+                )
+        _applied.switch.active = False
+        for patch in reversed(replaced):
+            setattr(patch.owner, patch.name, patch.original)
+        _rehook(_applied.fused_adam.FusedAdam)
+        _applied = None
+
+
+def _patch_step(fused_adam: ModuleType, switch: _step.Switch) -> Patch:
+    from torch.optim import Optimizer
+
+    optimizer = fused_adam.FusedAdam
+    original = vars(optimizer)["step"]
+    # torch puts its hooks around the class's function when the first instance is built, and marks it.
+    stock: Callable[..., Any] = original.__wrapped__ if getattr(original, "hooked", False) else original
+    if hasattr(stock, "__wrapped__") or stock.__module__ != fused_adam.__name__:
+        raise RuntimeError(
+            f"FusedAdam.step was replaced by {original.__module__}.{original.__qualname__} before te_patches.apply(); "
+            "call te_patches.apply() first"
+        )
+    # Hooked by torch's own function and marked, so that torch adds no second layer and existing instances keep theirs.
+    replacement = Optimizer.profile_hook_step(_step.patched_step(stock, switch))
+    replacement.hooked = True  # type: ignore[attr-defined]
+    target = f"{fused_adam.__name__}.FusedAdam.step"
+    return Patch(target, "patched", "native plan and kernels", optimizer, "step", original, replacement)
+
+
+def _patch_applier(fused_adam: ModuleType, release: _releases.Release) -> Patch:
+    target = f"{fused_adam.__name__}.multi_tensor_applier"
+    original = fused_adam.multi_tensor_applier
+    if release.filters_empty:
+        return Patch(target, "stepped aside", "this release keeps empty tensors out of its kernels")
+    if getattr(original, "_nemo_empty_shard_patch", False):
+        return Patch(target, "stepped aside", "NeMo's patch already keeps empty tensors out")
+    replacement = _empty_shards.filtering(original)
+    why = "empty tensors corrupt this release's launches"
+    return Patch(target, "patched", why, fused_adam, "multi_tensor_applier", original, replacement)
+
+
+def _rehook(optimizer: Any) -> None:
+    """Instances built while the patch was in place need torch's hooks around the original as well."""
+    if getattr(optimizer.step, "hooked", False):
+        return
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), optimizer):
+            candidate._patch_step_function()
+            return

@@ -1,0 +1,36 @@
+"""What is in place and what each group's last step was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_patches import _core, _patching, _step
+
+
+def report(optimizer: Any = None) -> dict[str, Any]:
+    """The patches and, given an optimizer, how each of its groups was last stepped.
+
+    Keys: applied (bool), kernels ("auto", "native", "te"), te and torch (versions), patches (target, state, why),
+    proofs (kernel, device, equal, reason). With an optimizer also groups: index, tier ("native", "replay", "stock"; ""
+    before the first step), reason, kernels, tensors, elements, steps (taken natively), launches, plans (made).
+    """
+    import torch
+
+    applied = _patching.applied()
+    result: dict[str, Any] = {
+        "applied": applied is not None,
+        "kernels": applied.switch.kernels if applied else None,
+        "te": applied.switch.release.version if applied else None,
+        "torch": torch.__version__,
+        "patches": [
+            {"target": patch.target, "state": patch.state, "why": patch.why} for patch in (applied.patches if applied else [])
+        ],
+        "proofs": [
+            {"kernel": kernel, "device": f"cuda:{device}", "equal": equal, "reason": reason}
+            for device, kernel, equal, reason in _core.proofs()
+        ],
+    }
+    if optimizer is not None:
+        plan = _step.plan_of(optimizer)
+        result["groups"] = plan.report() if plan else []
+    return result

@@ -1,0 +1,110 @@
+"""FusedAdam.step through the native plan. The tiers below it: Transformer Engine's kernels over lists read anew
+(`_replay`), and Transformer Engine's own step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from te_patches import _core, _nvrtc, _proof, _replay
+from te_patches._releases import Release
+from te_patches._settings import Kernels
+
+_log = logging.getLogger("te_patches")
+_PLAN = "_te_patches_plan"
+
+
+class Switch:
+    """Whether the patched step is in force and how; shared with functions that schedulers may hold for ever."""
+
+    def __init__(self, kernels: Kernels, release: Release) -> None:
+        self.active = True
+        self.kernels: Kernels = kernels
+        self.release = release
+
+
+def plan_of(optimizer: Any) -> _core.Plan | None:
+    """The optimizer's plan, if it has stepped. Kept on the instance, outside of what torch pickles and copies."""
+    plan = optimizer.__dict__.get(_PLAN)
+    return plan if isinstance(plan, _core.Plan) else None
+
+
+def patched_step(stock: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
+    """A replacement for `stock`, Transformer Engine's function without torch's hooks around it."""
+
+    @functools.wraps(stock)
+    def step(self: Any, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        if not switch.active:
+            return stock(self, closure, grad_scaler)
+        loss = None if closure is None else closure()
+        plan = plan_of(self)
+        if plan is None:
+            _nvrtc.preload()
+            plan = self.__dict__[_PLAN] = _core.Plan()
+        _run(self, plan, switch, stock, grad_scaler)
+        return loss
+
+    return step
+
+
+def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., Any], grad_scaler: Any) -> None:
+    kernels, served, done = switch.kernels, list[int](), set[str]()
+    release = switch.release
+    while True:
+        todo = plan.step(optimizer, kernels, served, release.strict_parity, release.counts_empty_groups)
+        if todo is None:
+            return
+        kind, items = todo
+        if kind in done:
+            raise RuntimeError(f"te_patches: the optimizer asks to {kind} again after it was done: {items!r:.500}")
+        done.add(kind)
+        if kind == "initialize":
+            _initialize(optimizer, items)
+        elif kind == "prove":
+            if _capturing():
+                # A comparison would synchronise, which a capture forbids.
+                kernels = "te"
+            else:
+                for device, names in items:
+                    _proof.prove(optimizer, device, names, release)
+        else:
+            served = [group for group, _ in items]
+            own = [group for group, tier in items if tier == "stock"]
+            if own:
+                _step_stock(optimizer, own, stock, grad_scaler)
+            for group, tier in items:
+                if tier == "replay":
+                    _replay.step(optimizer, optimizer.param_groups[group], release)
+
+
+def _initialize(optimizer: Any, params: list[tuple[Any, bool]]) -> None:
+    """Makes the states as stock does; if that fails half-way, none is left."""
+    try:
+        for param, remainder in params:
+            optimizer.initialize_state(param, remainder)
+    except BaseException:
+        for param, _ in params:
+            optimizer.state.pop(param, None)
+            optimizer._scales.pop(param, None)
+        raise
+
+
+def _step_stock(optimizer: Any, groups: list[int], stock: Callable[..., Any], grad_scaler: Any) -> None:
+    every = optimizer.param_groups
+    if len(groups) == len(every):
+        stock(optimizer, None, grad_scaler)
+        return
+    optimizer.param_groups = [every[group] for group in groups]
+    try:
+        stock(optimizer, None, grad_scaler)
+    finally:
+        optimizer.param_groups = every
+
+
+def _capturing() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

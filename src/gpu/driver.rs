@@ -1,0 +1,98 @@
+//! UNSAFE: contexts, modules and launches through the CUDA driver, found at run time. Knows nothing of Adam.
+//! Invariant: everything runs in the primary context of its device, the one torch uses.
+
+use std::ffi::{CString, c_void};
+
+use anyhow::{Context, Result, bail};
+use cudarc::driver::{result, sys};
+
+/// A device and its primary context.
+#[derive(Debug)]
+pub struct Gpu {
+    context: sys::CUcontext,
+    /// Compute capability, 90 for sm_90.
+    pub arch: i32,
+    /// CUDA version of the driver, 13000 for 13.0.
+    pub driver: i32,
+}
+
+// SAFETY: a context handle may be used from any thread.
+unsafe impl Send for Gpu {}
+
+/// A loaded kernel. Its module is never unloaded: captured graphs may hold it.
+#[derive(Clone, Copy, Debug)]
+pub struct Function(sys::CUfunction);
+
+// SAFETY: a function handle may be used from any thread.
+unsafe impl Send for Function {}
+
+/// A stream of the caller's, as torch gives it.
+#[derive(Clone, Copy, Debug)]
+pub struct Stream(pub u64);
+
+impl Gpu {
+    /// The device of this ordinal; retains its primary context for the life of the process.
+    pub fn new(ordinal: u16) -> Result<Gpu> {
+        // SAFETY: loading the driver's library runs its initialisers, as torch did before.
+        if !unsafe { sys::is_culib_present() } {
+            bail!("the CUDA driver (libcuda) was not found");
+        }
+        result::init().context("CUDA did not start")?;
+        let device = result::device::get(i32::from(ordinal)).context("no such CUDA device")?;
+        let attribute = |attribute| {
+            // SAFETY: the device handle came from the driver.
+            unsafe { result::device::get_attribute(device, attribute) }.context("the device did not answer")
+        };
+        let major = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let mut driver = 0;
+        // SAFETY: the pointer is to a live integer.
+        unsafe { sys::cuDriverGetVersion(&mut driver) }.result().context("the driver did not tell its version")?;
+        // SAFETY: the device handle came from the driver; the context is retained for good.
+        let context = unsafe { result::primary_ctx::retain(device) }.context("the device's context did not start")?;
+        Ok(Gpu { context, arch: 10 * major + minor, driver })
+    }
+
+    /// Loads machine code and finds a kernel in it.
+    pub fn load(&self, cubin: &[u8], name: &str) -> Result<Function> {
+        let name = CString::new(name)?;
+        self.within(|| {
+            // SAFETY: NVRTC's machine code carries its own length; it is copied by the driver.
+            let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.context("the kernel did not load")?;
+            // SAFETY: the module was just loaded and is never unloaded.
+            let function = unsafe { result::module::get_function(module, name) }.context("the kernel was not found")?;
+            Ok(Function(function))
+        })
+    }
+
+    /// Launches `blocks` blocks of `threads` threads with one parameter.
+    ///
+    /// # Safety
+    /// `parameter` must be the kernel's parameter in full, and every address in it valid on `stream` at that point.
+    pub unsafe fn launch(&self, function: Function, blocks: u32, threads: u32, stream: Stream, parameter: &[u64]) -> Result<()> {
+        self.within(|| {
+            let mut parameters = [parameter.as_ptr().cast_mut().cast::<c_void>()];
+            let stream = stream.0 as sys::CUstream;
+            // SAFETY: the function is loaded, the driver copies the parameter before it returns, the rest is the
+            // caller's promise.
+            unsafe { result::launch_kernel(function.0, (blocks, 1, 1), (threads, 1, 1), 0, stream, &mut parameters) }
+                .context("the launch of an Adam kernel failed")
+        })
+    }
+
+    /// Runs `action` with this device's context current and puts back whatever was.
+    fn within<T>(&self, action: impl FnOnce() -> Result<T>) -> Result<T> {
+        let mut previous = std::ptr::null_mut();
+        // SAFETY: the pointer is to a live handle.
+        unsafe { sys::cuCtxGetCurrent(&mut previous) }.result().context("CUDA has no state on this thread")?;
+        if previous == self.context {
+            return action();
+        }
+        // SAFETY: the context is retained for the life of the process.
+        unsafe { sys::cuCtxSetCurrent(self.context) }.result().context("the device's context could not be made current")?;
+        let outcome = action();
+        // SAFETY: the handle was current on this thread a moment ago.
+        unsafe { sys::cuCtxSetCurrent(previous) }.result().context("the caller's context could not be put back")?;
+        outcome
+    }
+}

@@ -1,0 +1,183 @@
+//! The table of tensors that one launch works on, kept compact and written out as the kernel's parameter `Launch` of
+//! `kernels/adam.cu`. Integer arithmetic only. Invariant: `chunk_end` grows by at least one per tensor and stays below
+//! 2^31, so every block finds its tensor and no tensor is empty.
+
+use crate::options::Scalars;
+
+/// Elements of a tensor that one block works on.
+pub const CHUNK: u64 = 8192;
+/// Addresses a tensor can have: gradient, parameter, exp_avg, exp_avg_sq, master or remainder.
+pub const OPERANDS: usize = 5;
+/// Blocks of one launch: the limit of a CUDA grid's first dimension.
+const MAX_CHUNKS: u64 = (1 << 31) - 1;
+/// Words before the address arrays: the scalars and the tensor count.
+const HEADER_WORDS: usize = 5;
+
+/// How many tensors fit into `bytes` of kernel parameters with `operands` addresses each.
+pub const fn capacity(bytes: usize, operands: usize) -> usize {
+    // Even, so that the two arrays of u32 fill whole words.
+    (bytes - HEADER_WORDS * 8) / (operands * 8 + 8) & !1
+}
+
+/// Tensors of one launch.
+#[derive(Debug, Default)]
+pub struct Table {
+    addresses: Vec<[u64; OPERANDS]>,
+    chunk_end: Vec<u32>,
+    tail: Vec<u32>,
+}
+
+impl Table {
+    /// Adds a tensor of `numel` > 0 elements; false if the launch would have too many blocks.
+    pub fn push(&mut self, numel: u64) -> bool {
+        let chunks = numel.div_ceil(CHUNK);
+        let end = u64::from(self.chunks()) + chunks;
+        if end > MAX_CHUNKS {
+            return false;
+        }
+        assert!(chunks > 0, "empty tensors make no work and have no place in a table");
+        self.addresses.push([0; OPERANDS]);
+        self.chunk_end.push(end as u32);
+        self.tail.push((numel - (chunks - 1) * CHUNK) as u32);
+        true
+    }
+
+    /// Sets the addresses of a tensor; 0 for the gradient means that the tensor makes no work.
+    pub fn set_addresses(&mut self, tensor: usize, addresses: [u64; OPERANDS]) {
+        self.addresses[tensor] = addresses;
+    }
+
+    /// Addresses of a tensor.
+    pub fn addresses(&self, tensor: usize) -> &[u64; OPERANDS] {
+        &self.addresses[tensor]
+    }
+
+    /// Elements of a tensor.
+    pub fn numel(&self, tensor: usize) -> u64 {
+        let before = if tensor == 0 { 0 } else { self.chunk_end[tensor - 1] };
+        u64::from(self.chunk_end[tensor] - before - 1) * CHUNK + u64::from(self.tail[tensor])
+    }
+
+    /// Tensors in the table.
+    pub fn len(&self) -> usize {
+        self.addresses.len()
+    }
+
+    /// Whether no tensor is in the table.
+    pub fn is_empty(&self) -> bool {
+        self.addresses.is_empty()
+    }
+
+    /// Blocks of the launch.
+    pub fn chunks(&self) -> u32 {
+        self.chunk_end.last().copied().unwrap_or(0)
+    }
+
+    /// Whether any tensor has a gradient.
+    pub fn has_work(&self) -> bool {
+        self.addresses.iter().any(|row| row[0] != 0)
+    }
+
+    /// The kernel's parameter: the table for a kernel compiled for `capacity` tensors of `operands` addresses.
+    pub fn write_parameter(&self, scalars: &Scalars, operands: usize, capacity: usize, words: &mut Vec<u64>) {
+        assert!(self.len() <= capacity, "the launch holds fewer tensors than the table");
+        words.clear();
+        words.resize(HEADER_WORDS + capacity * (operands + 1), 0);
+        words[..4].copy_from_slice(&scalars.words());
+        words[4] = self.len() as u64;
+        let (arrays, halves) = words[HEADER_WORDS..].split_at_mut(operands * capacity);
+        for (operand, array) in arrays.chunks_exact_mut(capacity).enumerate() {
+            for (word, row) in array.iter_mut().zip(&self.addresses) {
+                *word = row[operand];
+            }
+        }
+        // The arrays of u32 lie two to a word, low half first.
+        let (ends, tails) = halves.split_at_mut(capacity / 2);
+        for (array, values) in [(ends, &self.chunk_end), (tails, &self.tail)] {
+            for (word, pair) in array.iter_mut().zip(values.chunks(2)) {
+                *word = u64::from(pair[0]) | u64::from(pair.get(1).copied().unwrap_or(0)) << 32;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn parameter(table: &Table, operands: usize, capacity: usize) -> Vec<u64> {
+        let mut words = vec![u64::MAX; 3];
+        table.write_parameter(&Scalars::default(), operands, capacity, &mut words);
+        words
+    }
+
+    #[test]
+    fn parameters_stay_within_their_limit_and_use_it() {
+        for bytes in [4096, 32764] {
+            for operands in [4, 5] {
+                let words = parameter(&Table::default(), operands, capacity(bytes, operands));
+                assert!(words.len() * 8 <= bytes);
+                assert!((words.len() + 2 * (operands + 1)) * 8 > bytes, "room for another pair was wasted");
+            }
+        }
+    }
+
+    #[test]
+    fn more_than_two_to_the_31_elements_fit() {
+        let mut table = Table::default();
+        let numel = (1 << 31) + 8;
+        assert!(table.push(numel) && table.push(3));
+        assert_eq!((table.numel(0), table.numel(1)), (numel, 3));
+    }
+
+    #[test]
+    fn a_grid_that_is_too_large_is_refused() {
+        let mut table = Table::default();
+        assert!(table.push(MAX_CHUNKS * CHUNK));
+        assert!(!table.push(1));
+    }
+
+    proptest! {
+        #[test]
+        fn every_element_belongs_to_exactly_one_chunk(sizes in prop::collection::vec(1u64..40_000, 1..70)) {
+            let mut table = Table::default();
+            let mut chunks = 0u64;
+            for (tensor, &numel) in sizes.iter().enumerate() {
+                prop_assert!(table.push(numel));
+                chunks += numel.div_ceil(CHUNK);
+                prop_assert_eq!(table.numel(tensor), numel);
+                prop_assert_eq!(u64::from(table.chunk_end[tensor]), chunks);
+                prop_assert!((1..=CHUNK).contains(&u64::from(table.tail[tensor])));
+            }
+            prop_assert_eq!(u64::from(table.chunks()), chunks);
+        }
+
+        #[test]
+        fn the_parameter_holds_every_number_where_the_kernel_reads_it(
+            rows in prop::collection::vec((1u64..100_000, any::<[u64; OPERANDS]>()), 1..60),
+            operands in 4usize..=5,
+        ) {
+            let mut table = Table::default();
+            for (tensor, (numel, addresses)) in rows.iter().enumerate() {
+                prop_assert!(table.push(*numel));
+                table.set_addresses(tensor, *addresses);
+            }
+            let capacity = 64;
+            let bytes: Vec<u8> = parameter(&table, operands, capacity).iter().flat_map(|w| w.to_le_bytes()).collect();
+            let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+            let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+            prop_assert_eq!(u32_at(32) as usize, rows.len());
+            for (tensor, (numel, addresses)) in rows.iter().enumerate() {
+                for operand in 0..operands {
+                    prop_assert_eq!(u64_at(40 + 8 * (operand * capacity + tensor)), addresses[operand]);
+                }
+                let ends = 40 + 8 * operands * capacity;
+                let before = if tensor == 0 { 0 } else { u32_at(ends + 4 * (tensor - 1)) };
+                let chunks = u64::from(u32_at(ends + 4 * tensor) - before);
+                let tail = u64::from(u32_at(ends + 4 * capacity + 4 * tensor));
+                prop_assert_eq!((chunks - 1) * CHUNK + tail, *numel);
+            }
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! The step on explicit lists, as Transformer Engine's native functions take them: for the comparison with stock and for
+//! its stand-in on machines without a GPU. And the arithmetic alone, on NumPy arrays.
+
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::cpu::arithmetic::adam_update;
+use crate::options::{Options, Scalars};
+use crate::plan::GroupPlan;
+use crate::plan::column::{Column, Master, Verdict, Work};
+use crate::python::device::{launch, parameter_bytes};
+use crate::python::faults::{Place, raise, role};
+use crate::python::reader::Reader;
+use crate::tensor::{Device, Dtype};
+
+/// Adam on lists of plain tensors: [gradients, parameters, exp_avg, exp_avg_sq] and, as a fifth, fp32 masters or, with
+/// `remainder`, int16 remainders. `mode` is 1 for AdamW, 0 for L2; `step` counts from 1. On the tensors' own device, on
+/// torch's current stream. Gradients and parameters: float32, float16, bfloat16; moments: float32 or bfloat16, both
+/// alike. RuntimeError for lists of unequal lengths and tensors that do not belong together; nothing has changed then.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "the signature is Transformer Engine's")]
+pub fn multi_tensor_adam(
+    py: Python<'_>,
+    tensor_lists: Vec<Vec<Bound<'_, PyAny>>>,
+    lr: f64,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    step: i64,
+    mode: i64,
+    bias_correction: i64,
+    weight_decay: f64,
+    remainder: bool,
+) -> PyResult<()> {
+    let count = tensor_lists.first().map_or(0, Vec::len);
+    let expected = if remainder { 5..=5 } else { 4..=5 };
+    if !expected.contains(&tensor_lists.len()) || tensor_lists.iter().any(|list| list.len() != count) {
+        let lengths: Vec<usize> = tensor_lists.iter().map(Vec::len).collect();
+        return Err(PyRuntimeError::new_err(format!("expected 4 or 5 lists of equal lengths, got lengths {lengths:?}")));
+    }
+    let kind = match (tensor_lists.len(), remainder) {
+        (4, _) => Master::None,
+        (_, false) => Master::F32,
+        (_, true) => Master::Remainder,
+    };
+    let reader = Reader::new(py)?;
+    let mut works: Vec<Option<Work>> = Vec::with_capacity(count);
+    let mut device = Device::Cpu;
+    for index in 0..count {
+        let tensors: Vec<&Bound<'_, PyAny>> = tensor_lists.iter().map(|list| &list[index]).collect();
+        let views = tensors.iter().map(|tensor| reader.view(tensor)).collect::<PyResult<Vec<_>>>()?;
+        let moment = if views[2].dtype == Dtype::BF16 { Dtype::BF16 } else { Dtype::F32 };
+        let column = Column {
+            grad: views[0],
+            param: views[1],
+            exp_avg: views[2],
+            exp_avg_sq: views[3],
+            master: views.get(4).copied(),
+            kind,
+            moment,
+        };
+        let place = Place { group: 0, index };
+        match column.check().map_err(|fault| raise(fault, place, tensors[1], tensors[role(fault) as usize]))? {
+            Verdict::Empty => works.push(None),
+            Verdict::Ready(work) => {
+                device = work.signature.device;
+                works.push(Some(work));
+            }
+            Verdict::Unordered => {
+                return Err(PyRuntimeError::new_err(format!("the tensors at {index} have different memory layouts")));
+            }
+        }
+    }
+    let options = Options {
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        bias_correction: bias_correction != 0,
+        adam_w: mode == 1,
+        step,
+    };
+    let mut plan = GroupPlan::default();
+    plan.update(&works, parameter_bytes(device));
+    for bucket in plan.buckets() {
+        // SAFETY: the addresses were read in this call, from tensors that the lists hold.
+        unsafe { launch(py, bucket, &Scalars::new(&options)) }?;
+    }
+    Ok(())
+}
+
+/// Updated (param, exp_avg, exp_avg_sq) of float32 arrays of equal length: the kernels' sequence of operations in IEEE
+/// fp32 on the CPU, with exact reciprocals and square roots. ValueError for unequal lengths.
+#[pyfunction]
+#[pyo3(signature = (grad, param, exp_avg, exp_avg_sq, *, lr, betas, eps, weight_decay, step, bias_correction=true, adam_w=true))]
+#[allow(clippy::too_many_arguments, clippy::type_complexity, reason = "the hyperparameters of Adam")]
+pub fn adam_reference<'py>(
+    py: Python<'py>,
+    grad: PyReadonlyArray1<'py, f32>,
+    param: PyReadonlyArray1<'py, f32>,
+    exp_avg: PyReadonlyArray1<'py, f32>,
+    exp_avg_sq: PyReadonlyArray1<'py, f32>,
+    lr: f64,
+    betas: (f64, f64),
+    eps: f64,
+    weight_decay: f64,
+    step: i64,
+    bias_correction: bool,
+    adam_w: bool,
+) -> PyResult<(Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<f32>>)> {
+    let (beta1, beta2) = betas;
+    let scalars = Scalars::new(&Options { lr, beta1, beta2, eps, weight_decay, bias_correction, adam_w, step });
+    let g = grad.as_array().to_vec();
+    let mut states = [param, exp_avg, exp_avg_sq].map(|array| array.as_array().to_vec());
+    if states.iter().any(|state| state.len() != g.len()) {
+        return Err(PyValueError::new_err("the arrays have different lengths"));
+    }
+    let [p, m, v] = &mut states;
+    adam_update(&scalars, &g, p, m, v);
+    let [p, m, v] = states.map(|state| state.into_pyarray(py));
+    Ok((p, m, v))
+}

@@ -1,0 +1,23 @@
+//! What Python sees: the module `te_patches._core`. Reads Python objects into plain data (`reader`), turns faults into
+//! exceptions (`faults`) and drives plan and kernels (`step`).
+
+mod build;
+mod device;
+mod faults;
+mod lists;
+mod reader;
+mod step;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::build::{compile_kernel, kernel_variants};
+    #[pymodule_export]
+    use super::device::{proofs, record_proof};
+    #[pymodule_export]
+    use super::lists::{adam_reference, multi_tensor_adam};
+    #[pymodule_export]
+    use super::step::Plan;
+}

@@ -1,0 +1,335 @@
+//! UNSAFE: reads torch objects into plain data. The one place that touches Python objects through C.
+//! Knows nothing of plans and kernels. Invariant: it keeps no tensor beyond the step it reads for, and every object it
+//! touches is held by a strong reference while it does.
+
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+use std::ptr;
+
+use dlpack_rs::ffi::{DLDataTypeCode, DLDeviceType, DLPackExchangeAPI, DLTensor};
+use pyo3::exceptions::{PyAttributeError, PyRuntimeError};
+use pyo3::ffi as c;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCapsule, PyDict, PyTuple, PyType};
+
+use crate::tensor::{Device, Dtype, View};
+
+/// What a tensor's class says of how to read it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Elements at its own address.
+    Plain,
+    /// Elements in `_local_tensor`.
+    Sharded,
+    /// A wrapper with an inside of its own, such as a quantized tensor; or no tensor at all.
+    Wrapped,
+}
+
+type DescrGet = unsafe extern "C" fn(*mut c::PyObject, *mut c::PyObject, *mut c::PyObject) -> *mut c::PyObject;
+
+/// A class's data descriptor for one attribute, called without a lookup: three times faster than `getattr`.
+struct Getter<'py> {
+    descriptor: Bound<'py, PyAny>,
+    get: DescrGet,
+}
+
+impl<'py> Getter<'py> {
+    /// The descriptor that `getattr(instance, name)` would call, if it takes precedence over the instance's dict.
+    fn find(class: &Bound<'py, PyType>, name: &str) -> PyResult<Option<Getter<'py>>> {
+        for base in class.getattr("__mro__")?.cast::<PyTuple>()?.iter() {
+            let Ok(descriptor) = base.getattr("__dict__")?.get_item(name) else { continue };
+            let kind = descriptor.get_type();
+            // SAFETY: the class is live; slots of a static or heap type may be read since Python 3.10.
+            let (get, set) = unsafe {
+                let kind = kind.as_type_ptr();
+                (c::PyType_GetSlot(kind, c::Py_tp_descr_get), c::PyType_GetSlot(kind, c::Py_tp_descr_set))
+            };
+            if get.is_null() || set.is_null() {
+                return Ok(None);
+            }
+            // SAFETY: the slot tp_descr_get holds a function of this type.
+            let get = unsafe { std::mem::transmute::<*mut c_void, DescrGet>(get) };
+            return Ok(Some(Getter { descriptor, get }));
+        }
+        Ok(None)
+    }
+
+    fn call(&self, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        // SAFETY: descriptor, object and its type are live; the function returns a new reference or sets an exception.
+        unsafe {
+            let class = c::Py_TYPE(object.as_ptr()).cast();
+            let value = (self.get)(self.descriptor.as_ptr(), object.as_ptr(), class);
+            Bound::from_owned_ptr_or_err(object.py(), value)
+        }
+    }
+}
+
+/// What is known of one class, for the length of a step.
+struct Class<'py> {
+    class: Bound<'py, PyType>,
+    kind: Kind,
+    grad: Option<Getter<'py>>,
+    local: Option<Getter<'py>>,
+}
+
+/// torch's objects, looked up once per process.
+pub struct Torch {
+    exchange: Option<Exchange>,
+    tensor: Py<PyType>,
+    dtypes: [(Py<PyAny>, Dtype); 4],
+    plain_dispatch: Py<PyAny>,
+    current_raw_stream: Py<PyAny>,
+}
+
+/// torch's DLPack exchange table (torch 2.10 and later), which lives as long as the process.
+struct Exchange(*const DLPackExchangeAPI);
+
+// SAFETY: the table is constant.
+unsafe impl Send for Exchange {}
+// SAFETY: the table is constant.
+unsafe impl Sync for Exchange {}
+
+impl Torch {
+    /// The process's torch.
+    pub fn get(py: Python<'_>) -> PyResult<&'static Torch> {
+        static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+        // SAFETY of the lifetime: a static is never dropped.
+        TORCH.get_or_try_init(py, || Torch::find(py))
+    }
+
+    fn find(py: Python<'_>) -> PyResult<Torch> {
+        let torch = py.import("torch")?;
+        let dtype = |name, dtype| PyResult::Ok((torch.getattr(name)?.unbind(), dtype));
+        let native = py.import("torch._C")?;
+        let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
+        let exchange = match tensor.getattr("__dlpack_c_exchange_api__") {
+            Ok(capsule) => Exchange::from_capsule(capsule.cast::<PyCapsule>()?),
+            Err(_) => None,
+        };
+        let current_raw_stream = match native.getattr("_cuda_getCurrentRawStream") {
+            Ok(function) => function.unbind(),
+            Err(_) => py.None(),
+        };
+        Ok(Torch {
+            exchange,
+            tensor: tensor.unbind(),
+            dtypes: [
+                dtype("float32", Dtype::F32)?,
+                dtype("float16", Dtype::F16)?,
+                dtype("bfloat16", Dtype::BF16)?,
+                dtype("int16", Dtype::I16)?,
+            ],
+            plain_dispatch: native.getattr("_disabled_torch_dispatch_impl")?.unbind(),
+            current_raw_stream,
+        })
+    }
+
+    /// Our name of a `torch.dtype`.
+    pub fn dtype(&self, dtype: &Bound<'_, PyAny>) -> Dtype {
+        let found = self.dtypes.iter().find(|(object, _)| object.is(dtype));
+        found.map_or(Dtype::Other, |&(_, dtype)| dtype)
+    }
+
+    /// Handle of torch's current stream on a CUDA device.
+    pub fn current_stream(&self, py: Python<'_>, device: u16) -> PyResult<u64> {
+        self.current_raw_stream.bind(py).call1((device,))?.extract()
+    }
+}
+
+impl Exchange {
+    fn from_capsule(capsule: &Bound<'_, PyCapsule>) -> Option<Exchange> {
+        let pointer = capsule.pointer_checked(Some(c"dlpack_exchange_api")).ok()?;
+        let table: *const DLPackExchangeAPI = pointer.as_ptr().cast();
+        // SAFETY: torch's capsule of this name holds such a table, alive as long as the process; its header may be read
+        // whatever the version.
+        let (version, view) = unsafe { ((*table).header.version.major, (*table).dltensor_from_py_object_no_sync) };
+        (version == 1 && view.is_some()).then_some(Exchange(table))
+    }
+}
+
+/// Reads tensors during one step.
+pub struct Reader<'py> {
+    py: Python<'py>,
+    torch: &'static Torch,
+    dtensor: Option<Bound<'py, PyType>>,
+    classes: Vec<Class<'py>>,
+}
+
+impl<'py> Reader<'py> {
+    /// A reader for one step.
+    pub fn new(py: Python<'py>) -> PyResult<Reader<'py>> {
+        // Without the module no DTensor can exist; importing it would cost every user who has none.
+        let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+        let dtensor = match modules.get_item("torch.distributed.tensor")? {
+            Some(module) => module.getattr("DTensor").ok().map(|class| class.cast_into::<PyType>()).transpose()?,
+            None => None,
+        };
+        Ok(Reader { py, torch: Torch::get(py)?, dtensor, classes: Vec::new() })
+    }
+
+    fn class(&mut self, object: &Bound<'py, PyAny>) -> PyResult<usize> {
+        let class = object.get_type();
+        if let Some(at) = self.classes.iter().position(|known| known.class.is(&class)) {
+            return Ok(at);
+        }
+        let kind = if !class.is_subclass(self.torch.tensor.bind(self.py))? {
+            Kind::Wrapped
+        } else if self.dtensor.as_ref().is_some_and(|dtensor| class.is_subclass(dtensor).unwrap_or(false)) {
+            Kind::Sharded
+        } else if class.getattr("__torch_dispatch__")?.is(&self.torch.plain_dispatch) {
+            Kind::Plain
+        } else {
+            Kind::Wrapped
+        };
+        let grad = Getter::find(&class, "grad")?;
+        let local = if kind == Kind::Sharded { Getter::find(&class, "_local_tensor")? } else { None };
+        self.classes.push(Class { class, kind, grad, local });
+        Ok(self.classes.len() - 1)
+    }
+
+    /// How to read a tensor.
+    pub fn kind(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Kind> {
+        let at = self.class(tensor)?;
+        Ok(self.classes[at].kind)
+    }
+
+    /// A tensor's gradient: `.grad`, or `.decoupled_grad` where a missing attribute means none.
+    pub fn grad(&mut self, param: &Bound<'py, PyAny>, decoupled: bool) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let grad = if decoupled {
+            match param.getattr(intern!(self.py, "decoupled_grad")) {
+                Err(error) if error.is_instance_of::<PyAttributeError>(self.py) => return Ok(None),
+                grad => grad?,
+            }
+        } else {
+            let at = self.class(param)?;
+            match &self.classes[at].grad {
+                Some(getter) => getter.call(param)?,
+                None => param.getattr(intern!(self.py, "grad"))?,
+            }
+        };
+        Ok((!grad.is_none()).then_some(grad))
+    }
+
+    /// The tensor that holds the elements, and the outer and inner kinds; the tensor itself unless it is sharded.
+    pub fn local(&mut self, tensor: Bound<'py, PyAny>) -> PyResult<(Bound<'py, PyAny>, Kind, Kind)> {
+        let at = self.class(&tensor)?;
+        let class = &self.classes[at];
+        if class.kind != Kind::Sharded {
+            let kind = class.kind;
+            return Ok((tensor, kind, kind));
+        }
+        let local = match &class.local {
+            Some(getter) => getter.call(&tensor)?,
+            None => tensor.getattr(intern!(self.py, "_local_tensor"))?,
+        };
+        let inner = self.kind(&local)?;
+        Ok((local, Kind::Sharded, inner))
+    }
+
+    /// Address, shape, strides, dtype and device of a plain tensor.
+    pub fn view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
+        let view = match &self.torch.exchange {
+            Some(exchange) => self.view_by_exchange(exchange, tensor)?,
+            None => self.view_by_attributes(tensor)?,
+        };
+        // A view into a released storage reports its offset as its address; real addresses this low are rare enough
+        // to ask about.
+        if view.numel > 0 && view.address < LOW_ADDRESS {
+            self.check_storage(tensor)?;
+        }
+        Ok(view)
+    }
+
+    fn view_by_exchange(&self, exchange: &Exchange, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
+        let mut out = MaybeUninit::<DLTensor>::zeroed();
+        // SAFETY: the table is torch's, the object a live torch.Tensor; `out` is a DLTensor to be filled. On 0 it is
+        // filled, with shape and strides that live as long as the tensor, which `tensor` holds.
+        unsafe {
+            let Some(fill) = (*exchange.0).dltensor_from_py_object_no_sync else {
+                return self.view_by_attributes(tensor);
+            };
+            if fill(tensor.as_ptr().cast(), out.as_mut_ptr()) != 0 {
+                return Err(PyErr::fetch(self.py));
+            }
+            let out = out.assume_init();
+            let slice = |pointer: *mut i64| {
+                if out.ndim == 0 { &[][..] } else { std::slice::from_raw_parts(pointer, out.ndim as usize) }
+            };
+            let dtype = match (u32::from(out.dtype.code), out.dtype.bits, out.dtype.lanes) {
+                (DLDataTypeCode::kDLFloat, 32, 1) => Dtype::F32,
+                (DLDataTypeCode::kDLFloat, 16, 1) => Dtype::F16,
+                (DLDataTypeCode::kDLBfloat, 16, 1) => Dtype::BF16,
+                (DLDataTypeCode::kDLInt, 16, 1) => Dtype::I16,
+                _ => Dtype::Other,
+            };
+            let device = match out.device.device_type {
+                DLDeviceType::kDLCPU | DLDeviceType::kDLCUDAHost => Device::Cpu,
+                DLDeviceType::kDLCUDA => Device::Cuda(out.device.device_id as u16),
+                _ => Device::Other,
+            };
+            let address = out.data as u64 + out.byte_offset;
+            Ok(View::new(address, slice(out.shape), slice(out.strides), dtype, device))
+        }
+    }
+
+    /// For torch before 2.10.
+    fn view_by_attributes(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
+        let py = self.py;
+        let address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let shape: Vec<i64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+        let strides: Vec<i64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        let dtype = self.torch.dtype(&tensor.getattr(intern!(py, "dtype"))?);
+        let device = tensor.getattr(intern!(py, "device"))?;
+        let device = match device.getattr(intern!(py, "type"))?.extract::<String>()?.as_str() {
+            "cpu" => Device::Cpu,
+            "cuda" => Device::Cuda(device.getattr(intern!(py, "index"))?.extract()?),
+            _ => Device::Other,
+        };
+        Ok(View::new(address, &shape, &strides, dtype, device))
+    }
+
+    fn check_storage(&self, tensor: &Bound<'py, PyAny>) -> PyResult<()> {
+        let storage = tensor.call_method0("untyped_storage")?;
+        if storage.call_method0("data_ptr")?.extract::<u64>()? == 0 {
+            let shape = tensor.getattr("shape")?;
+            return Err(PyRuntimeError::new_err(format!(
+                "FusedAdam: a tensor of shape {shape} has no memory (its storage was released); \
+                 bring it back before the step"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Below a tebibyte; user-space addresses of the CUDA driver and of mapped host memory lie above.
+const LOW_ADDRESS: u64 = 1 << 40;
+
+/// Walks an optimizer's `state`, whose order is usually that of the parameters, so that no lookup needs to hash.
+pub struct StateWalk<'py> {
+    state: Bound<'py, PyDict>,
+    position: c::Py_ssize_t,
+}
+
+impl<'py> StateWalk<'py> {
+    /// A walk from the first entry.
+    pub fn new(state: Bound<'py, PyDict>) -> StateWalk<'py> {
+        StateWalk { state, position: 0 }
+    }
+
+    /// The entry of `param`, or `None`.
+    pub fn get(&mut self, param: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = param.py();
+        let mut position = self.position;
+        let (mut key, mut value): (*mut c::PyObject, *mut c::PyObject) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the dict is live; key and value are borrowed and used before anything else can run.
+        let found: c_int = unsafe { c::PyDict_Next(self.state.as_ptr(), &mut position, &mut key, &mut value) };
+        if found != 0 && key == param.as_ptr() {
+            self.position = position;
+            // SAFETY: the dict holds the value, and nothing has run since.
+            return Ok(Some(unsafe { Bound::from_borrowed_ptr(py, value) }));
+        }
+        self.state.get_item(param)
+    }
+}

@@ -1,0 +1,500 @@
+//! One step of one optimizer: read everything, check everything, then count and launch.
+//! Invariant: until the first counter advances nothing of the optimizer has changed, and from there to the last launch
+//! no Python code of the user's runs.
+
+use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt, PyList, PyString};
+
+use crate::options::{Options, Scalars};
+use crate::plan::GroupPlan;
+use crate::plan::column::{Column, Master, Role, Verdict, Work};
+use crate::python::device::{Readiness, VariantNames, launch, parameter_bytes, readiness, variant_names};
+use crate::python::faults::{self, Place};
+use crate::python::reader::{Kind, Reader, StateWalk, Torch};
+use crate::tensor::{Device, Dtype, View};
+
+/// What the optimizer's switches say, read anew every step.
+struct Switches {
+    master_weights: bool,
+    remainders: bool,
+    decoupled_grad: bool,
+    adam_w: bool,
+    moment: Dtype,
+    /// Why no kernel of ours serves these switches.
+    unserved: Option<&'static str>,
+}
+
+impl Switches {
+    fn read(optimizer: &Bound<'_, PyAny>) -> PyResult<Switches> {
+        let py = optimizer.py();
+        let torch = Torch::get(py)?;
+        let flag = |name: &Bound<'_, PyString>| optimizer.getattr(name)?.is_truthy();
+        let dtypes = optimizer.getattr(intern!(py, "name_to_dtype_map"))?;
+        let dtype = |name: &Bound<'_, PyString>| PyResult::Ok(torch.dtype(&dtypes.get_item(name)?));
+        let (exp_avg, exp_avg_sq) = (dtype(intern!(py, "exp_avg"))?, dtype(intern!(py, "exp_avg_sq"))?);
+        let master_weights = flag(intern!(py, "master_weights"))?;
+        let unserved = if flag(intern!(py, "capturable"))? {
+            Some("capturable mode")
+        } else if exp_avg != exp_avg_sq || !matches!(exp_avg, Dtype::F32 | Dtype::BF16) {
+            Some("moments that are not both float32 or both bfloat16")
+        } else if master_weights && dtype(intern!(py, "master_param"))? != Dtype::F32 {
+            Some("masters that are not float32")
+        } else {
+            None
+        };
+        Ok(Switches {
+            master_weights,
+            remainders: flag(intern!(py, "store_param_remainders"))?,
+            decoupled_grad: flag(intern!(py, "use_decoupled_grad"))?,
+            adam_w: optimizer.getattr(intern!(py, "adam_w_mode"))?.extract::<i64>()? == 1,
+            moment: exp_avg,
+            unserved,
+        })
+    }
+
+    fn master(&self, param: Dtype) -> Master {
+        match param {
+            Dtype::BF16 if self.master_weights && self.remainders => Master::Remainder,
+            Dtype::BF16 | Dtype::F16 if self.master_weights => Master::F32,
+            _ => Master::None,
+        }
+    }
+}
+
+fn read_options<'py>(group: &Bound<'py, PyDict>, adam_w: bool, step: i64) -> PyResult<Options> {
+    let py = group.py();
+    let get = |name: &Bound<'py, PyString>| {
+        group.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_string()))
+    };
+    let betas: Vec<f64> = get(intern!(py, "betas"))?.try_iter()?.map(|beta| beta?.extract()).collect::<PyResult<_>>()?;
+    let [beta1, beta2] = betas[..] else {
+        return Err(PyValueError::new_err(format!("betas must be two numbers, got {}", betas.len())));
+    };
+    Ok(Options {
+        lr: get(intern!(py, "lr"))?.extract()?,
+        beta1,
+        beta2,
+        eps: get(intern!(py, "eps"))?.extract()?,
+        weight_decay: get(intern!(py, "weight_decay"))?.extract()?,
+        bias_correction: get(intern!(py, "bias_correction"))?.is_truthy()?,
+        adam_w,
+        step,
+    })
+}
+
+/// The group's counter as the coming step will have it.
+fn next_step(group: &Bound<'_, PyDict>) -> PyResult<i64> {
+    match group.get_item(intern!(group.py(), "step"))? {
+        None => Ok(1),
+        Some(step) => step
+            .extract::<i64>()
+            .map(|step| step + 1)
+            .map_err(|_| PyTypeError::new_err(format!("a group's step must be an integer, got {step}"))),
+    }
+}
+
+/// Advances the group's counter as `group["step"] += 1` does.
+fn advance(group: &Bound<'_, PyDict>) -> PyResult<()> {
+    let py = group.py();
+    let key = intern!(py, "step");
+    let next = match group.get_item(key)? {
+        None => 1i64.into_pyobject(py)?.into_any(),
+        Some(step) if step.is_exact_instance_of::<PyInt>() => (step.extract::<i64>()? + 1).into_pyobject(py)?.into_any(),
+        // A tensor or NumPy integer counts in place.
+        Some(step) => py.import("operator")?.call_method1("iadd", (step, 1))?,
+    };
+    group.set_item(key, next)
+}
+
+/// A contiguous copy that stands in for a tensor whose memory order is not its parameter's.
+struct Staged<'py> {
+    original: Bound<'py, PyAny>,
+    copy: Bound<'py, PyAny>,
+    written: bool,
+}
+
+/// What reading one group came to.
+enum Outcome<'py> {
+    /// One work per parameter.
+    Works(Vec<Option<Work>>),
+    /// These parameters have no state yet, with whether theirs is a remainder.
+    Uninitialised(Vec<(Bound<'py, PyAny>, bool)>),
+    /// Only stock can serve it.
+    Unserved(&'static str),
+}
+
+struct GroupReader<'a, 'py> {
+    reader: &'a mut Reader<'py>,
+    walk: &'a mut StateWalk<'py>,
+    staged: &'a mut Vec<Staged<'py>>,
+    switches: &'a Switches,
+    strict_parity: bool,
+    group: usize,
+}
+
+impl<'py> GroupReader<'_, 'py> {
+    fn read(&mut self, params: &Bound<'py, PyAny>) -> PyResult<Outcome<'py>> {
+        let params: Bound<'py, PyList> = match params.cast::<PyList>() {
+            Ok(list) => list.clone(),
+            Err(_) => PyList::new(params.py(), params.try_iter()?.collect::<PyResult<Vec<_>>>()?)?,
+        };
+        let mut works = Vec::with_capacity(params.len());
+        let mut uninitialised = Vec::new();
+        let mut half = Dtype::Other;
+        for (index, param) in params.iter().enumerate() {
+            let place = Place { group: self.group, index };
+            let (local, outer, inner) = self.reader.local(param.clone())?;
+            if inner == Kind::Wrapped {
+                return Ok(Outcome::Unserved("a quantized parameter"));
+            }
+            let view = self.view(&local, place, &param, Role::Param)?;
+            let kind = self.switches.master(view.dtype);
+            let grad = self.read_grad(place, &param, outer)?;
+            if grad.is_some() && matches!(view.dtype, Dtype::F16 | Dtype::BF16) {
+                if half != Dtype::Other && half != view.dtype {
+                    return Err(faults::mixed(place, &param, view.dtype, self.switches.remainders));
+                }
+                half = view.dtype;
+            }
+            let state = match self.walk.get(&param)? {
+                Some(state) => state.cast_into::<PyDict>().map_err(PyErr::from)?,
+                None => PyDict::new(param.py()),
+            };
+            if state.is_empty() {
+                if let Some(grad) = &grad {
+                    // A gradient that will be refused must be refused before any state is made.
+                    self.check_grad(place, &param, view, grad)?;
+                }
+                uninitialised.push((param, kind == Master::Remainder));
+                continue;
+            }
+            let Some(grad) = grad else {
+                works.push(None);
+                continue;
+            };
+            match self.read_column(place, &param, outer, (local, view), grad, &state, kind)? {
+                Some(work) => works.push(work),
+                None => return Ok(Outcome::Unserved("states of a DTensor that lost their sharding")),
+            }
+        }
+        Ok(if uninitialised.is_empty() { Outcome::Works(works) } else { Outcome::Uninitialised(uninitialised) })
+    }
+
+    fn view(&self, tensor: &Bound<'py, PyAny>, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<View> {
+        self.reader.view(tensor).map_err(|error| faults::unreadable(error, place, param, role))
+    }
+
+    /// The local gradient, after the checks that need no view.
+    fn read_grad(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        outer: Kind,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(grad) = self.reader.grad(param, self.switches.decoupled_grad)? else { return Ok(None) };
+        let (local, kind, inner) = self.reader.local(grad.clone())?;
+        if inner == Kind::Wrapped && kind == Kind::Wrapped {
+            return Err(faults::unreadable(PyTypeError::new_err("it is no plain tensor"), place, param, Role::Grad));
+        }
+        if self.strict_parity && (kind == Kind::Sharded) != (outer == Kind::Sharded) {
+            return Err(faults::parity(place, param, Role::Grad, &grad));
+        }
+        Ok(Some(local))
+    }
+
+    /// The gradient's view; sparse ones have none.
+    fn grad_view(&self, place: Place, param: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny>) -> PyResult<View> {
+        self.reader.view(grad).map_err(|error| {
+            let dense = grad
+                .getattr("layout")
+                .and_then(|layout| Ok(layout.is(&grad.py().import("torch")?.getattr("strided")?)))
+                .unwrap_or(true);
+            if dense { faults::unreadable(error, place, param, Role::Grad) } else { faults::sparse(place, param, grad) }
+        })
+    }
+
+    fn check_grad(
+        &self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        view: View,
+        grad: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let state = View { dtype: Dtype::F32, ..view };
+        let column = Column {
+            grad: self.grad_view(place, param, grad)?,
+            param: view,
+            exp_avg: state,
+            exp_avg_sq: state,
+            master: None,
+            kind: Master::None,
+            moment: Dtype::F32,
+        };
+        column.check().map_err(|fault| faults::raise(fault, place, param, grad)).map(|_| ())
+    }
+
+    /// The checked work of a parameter with gradient and state; `None` inside: no elements; `None` outside: unserved.
+    #[allow(clippy::too_many_arguments, reason = "what was read so far")]
+    fn read_column(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        outer: Kind,
+        (local, view): (Bound<'py, PyAny>, View),
+        grad: Bound<'py, PyAny>,
+        state: &Bound<'py, PyDict>,
+        kind: Master,
+    ) -> PyResult<Option<Option<Work>>> {
+        let py = param.py();
+        let grad_view = self.grad_view(place, param, &grad)?;
+        let mut states: [Option<(Bound<'py, PyAny>, View)>; 3] = [None, None, None];
+        let names = [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")];
+        let roles = [Role::ExpAvg, Role::ExpAvgSq, Role::Master];
+        for ((slot, name), role) in states.iter_mut().zip(names).zip(roles) {
+            if role == Role::Master && kind == Master::None {
+                continue;
+            }
+            let tensor = state.get_item(name)?.ok_or_else(|| {
+                PyKeyError::new_err(format!("{name}: the state of {} lacks it", faults::name(place, param)))
+            })?;
+            let (tensor, outer_state, inner) = self.reader.local(tensor)?;
+            if (outer_state == Kind::Sharded) != (outer == Kind::Sharded) {
+                if self.strict_parity {
+                    return Err(faults::parity(place, param, role, &tensor));
+                }
+                return Ok(None);
+            }
+            if inner == Kind::Wrapped {
+                let error = PyTypeError::new_err("it is no plain tensor");
+                return Err(faults::unreadable(error, place, param, role));
+            }
+            let seen = self.view(&tensor, place, param, role)?;
+            *slot = Some((tensor, seen));
+        }
+        let [Some((exp_avg, exp_avg_view)), Some((exp_avg_sq, exp_avg_sq_view)), master] = states else {
+            return Err(PyRuntimeError::new_err("the moments were not read"));
+        };
+        let column = Column {
+            grad: grad_view,
+            param: view,
+            exp_avg: exp_avg_view,
+            exp_avg_sq: exp_avg_sq_view,
+            master: master.as_ref().map(|(_, view)| *view),
+            kind,
+            moment: self.switches.moment,
+        };
+        let tensors = [Some(grad), Some(local), Some(exp_avg), Some(exp_avg_sq), master.map(|(tensor, _)| tensor)];
+        let verdict = column.check().map_err(|fault| {
+            let tensor = tensors[faults::role(fault) as usize].as_ref().unwrap_or(param);
+            faults::raise(fault, place, param, tensor)
+        })?;
+        match verdict {
+            Verdict::Empty => Ok(Some(None)),
+            Verdict::Ready(work) => Ok(Some(Some(work))),
+            Verdict::Unordered => self.stage(place, param, column, tensors).map(|work| Some(Some(work))),
+        }
+    }
+
+    /// Puts contiguous copies in the place of tensors that are not contiguous.
+    fn stage(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        column: Column,
+        tensors: [Option<Bound<'py, PyAny>>; 5],
+    ) -> PyResult<Work> {
+        let mut views = [None; 5];
+        for ((slot, tensor), role) in views.iter_mut().zip(tensors).zip(Role::ALL) {
+            let Some(original) = tensor else { continue };
+            let copy = original.call_method0("detach")?.call_method0("contiguous")?;
+            let view = self.view(&copy, place, param, role)?;
+            *slot = Some(view);
+            if view.address != self.view(&original, place, param, role)?.address {
+                self.staged.push(Staged { original, copy, written: role != Role::Grad });
+            }
+        }
+        let [Some(grad), Some(param_view), Some(exp_avg), Some(exp_avg_sq), master] = views else {
+            return Err(PyRuntimeError::new_err("a tensor went missing while it was copied"));
+        };
+        let shape = |view: View| View { shape: param_view.shape, ..view };
+        let column =
+            Column { grad, param: param_view, exp_avg: shape(exp_avg), exp_avg_sq: shape(exp_avg_sq), master: master.map(shape), ..column };
+        match column.check() {
+            Ok(Verdict::Ready(work)) => Ok(work),
+            _ => Err(PyRuntimeError::new_err(format!(
+                "FusedAdam: {} and its states cannot be brought into one memory order",
+                faults::name(place, param)
+            ))),
+        }
+    }
+}
+
+/// What one group's last step was.
+#[derive(Default)]
+struct GroupRecord {
+    plan: GroupPlan,
+    tier: &'static str,
+    reason: String,
+    steps: u64,
+    launches: u64,
+}
+
+/// The plan of one optimizer's groups. Holds numbers only: no tensor, gradient or parameter is kept alive by it.
+#[pyclass(module = "te_patches._core")]
+#[derive(Default)]
+pub struct Plan {
+    groups: Vec<GroupRecord>,
+}
+
+/// What Python has to do before the step can go on; the optimizer is as it was.
+#[derive(IntoPyObject)]
+pub enum Todo<'py> {
+    /// ("initialize", [(parameter, whether its master is a remainder)])
+    Initialize((&'static str, Vec<(Bound<'py, PyAny>, bool)>)),
+    /// ("prove", [(device, kernel's names)])
+    Prove((&'static str, Vec<(u16, VariantNames)>)),
+    /// ("lower", [(group, tier)]): serve these groups in a lower tier, then name them in `served`.
+    Lower((&'static str, Vec<(usize, &'static str)>)),
+}
+
+#[pymethods]
+impl Plan {
+    #[new]
+    fn new() -> Plan {
+        Plan::default()
+    }
+
+    /// Takes one step, or returns what has to be done first. `mode`: "auto", "native" or "te". `served`: groups already
+    /// stepped in a lower tier. `strict_parity`: the release refuses DTensors beside plain tensors.
+    /// `count_empty`: the release advances the counter of a group without parameters.
+    fn step<'py>(
+        &mut self,
+        optimizer: &Bound<'py, PyAny>,
+        mode: &str,
+        served: Vec<usize>,
+        strict_parity: bool,
+        count_empty: bool,
+    ) -> PyResult<Option<Todo<'py>>> {
+        let py = optimizer.py();
+        let switches = Switches::read(optimizer)?;
+        let groups: Vec<Bound<'py, PyAny>> = optimizer.getattr(intern!(py, "param_groups"))?.try_iter()?.collect::<PyResult<_>>()?;
+        let state = optimizer.getattr(intern!(py, "state"))?.cast_into::<PyDict>()?;
+        let (mut reader, mut walk, mut staged) = (Reader::new(py)?, StateWalk::new(state), Vec::new());
+        self.groups.truncate(groups.len());
+        self.groups.resize_with(groups.len(), GroupRecord::default);
+
+        let mut ready: Vec<(usize, Bound<'py, PyDict>, Scalars)> = Vec::with_capacity(groups.len());
+        let mut uncounted = Vec::new();
+        let (mut uninitialised, mut unproven, mut lower) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, group) in groups.iter().enumerate() {
+            if served.contains(&index) {
+                continue;
+            }
+            let group = group.cast::<PyDict>()?;
+            let params = group.get_item(intern!(py, "params"))?.ok_or_else(|| PyKeyError::new_err("params"))?;
+            let record = &mut self.groups[index];
+            if let Some(reason) = switches.unserved {
+                (record.tier, record.reason) = ("stock", reason.to_owned());
+                lower.push((index, "stock"));
+                continue;
+            }
+            if params.len()? == 0 {
+                (record.tier, record.reason) = ("native", "no parameters".to_owned());
+                record.plan.update(&[], 0);
+                if count_empty {
+                    uncounted.push(group.clone());
+                }
+                continue;
+            }
+            let scalars = Scalars::new(&read_options(group, switches.adam_w, next_step(group)?)?);
+            let mut group_reader = GroupReader {
+                reader: &mut reader,
+                walk: &mut walk,
+                staged: &mut staged,
+                switches: &switches,
+                strict_parity,
+                group: index,
+            };
+            match group_reader.read(&params)? {
+                Outcome::Uninitialised(params) => uninitialised.extend(params),
+                Outcome::Unserved(reason) => {
+                    (record.tier, record.reason) = ("stock", reason.to_owned());
+                    lower.push((index, "stock"));
+                }
+                Outcome::Works(works) => {
+                    let device = works.iter().flatten().next().map_or(Device::Cpu, |work| work.signature.device);
+                    record.plan.update(&works, parameter_bytes(device));
+                    (record.tier, record.reason) = ("native", String::new());
+                    if mode == "te" {
+                        (record.tier, record.reason) = ("replay", "kernels=\"te\"".to_owned());
+                        lower.push((index, "replay"));
+                        continue;
+                    }
+                    match readiness(&record.plan) {
+                        Readiness::Ready => ready.push((index, group.clone(), scalars)),
+                        Readiness::Unproven(variants) => unproven.extend(variants),
+                        Readiness::Unusable(reason) if mode == "native" => {
+                            return Err(PyRuntimeError::new_err(format!(
+                                "te_patches: kernels=\"native\", but group {index} cannot be served natively: {reason}"
+                            )));
+                        }
+                        Readiness::Unusable(reason) => {
+                            (record.tier, record.reason) = ("replay", reason);
+                            lower.push((index, "replay"));
+                        }
+                    }
+                }
+            }
+        }
+        if !uninitialised.is_empty() {
+            return Ok(Some(Todo::Initialize(("initialize", uninitialised))));
+        }
+        if !unproven.is_empty() {
+            unproven.sort_by_key(|&(device, variant)| (device, variant.name()));
+            unproven.dedup();
+            let unproven = unproven.into_iter().map(|(device, variant)| (device, variant_names(variant))).collect();
+            return Ok(Some(Todo::Prove(("prove", unproven))));
+        }
+        if !lower.is_empty() {
+            return Ok(Some(Todo::Lower(("lower", lower))));
+        }
+
+        for group in uncounted.iter().chain(ready.iter().map(|(_, group, _)| group)) {
+            advance(group)?;
+        }
+        for (index, _, scalars) in &ready {
+            let record = &mut self.groups[*index];
+            for bucket in record.plan.buckets() {
+                // SAFETY: the addresses were read in this call; since then only counters were written.
+                record.launches += unsafe { launch(py, bucket, scalars) }?;
+            }
+            record.steps += 1;
+        }
+        for staged in staged.into_iter().filter(|staged| staged.written) {
+            staged.original.call_method0("detach")?.call_method1("copy_", (staged.copy,))?;
+        }
+        Ok(None)
+    }
+
+    /// Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made.
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let row = |(index, record): (usize, &GroupRecord)| {
+            let row = PyDict::new(py);
+            let (tensors, elements) = record.plan.size();
+            let kernels: Vec<String> = record.plan.buckets().iter().map(|b| format!("{} ({})", b.variant.name(), b.device)).collect();
+            row.set_item("index", index)?;
+            row.set_item("tier", record.tier)?;
+            row.set_item("reason", &record.reason)?;
+            row.set_item("kernels", if record.tier == "native" { kernels } else { Vec::new() })?;
+            row.set_item("tensors", tensors)?;
+            row.set_item("elements", elements)?;
+            row.set_item("steps", record.steps)?;
+            row.set_item("launches", record.launches)?;
+            row.set_item("plans", record.plan.built())?;
+            Ok(row)
+        };
+        self.groups.iter().enumerate().map(row).collect()
+    }
+}
