@@ -30,14 +30,14 @@ __device__ __forceinline__ void load(Group<T, VECTOR>& group, u64 address, u64 f
     if constexpr (access_bytes<T>() == 16) {
 #pragma unroll
       for (int i = 0; i < VECTOR * sizeof(typename T::Bits) / 16; ++i) {
-        const uint4 piece = __ldcs(reinterpret_cast<const uint4*>(source) + i);
+        const uint4 piece = reinterpret_cast<const uint4*>(source)[i];
         group.word[4 * i] = piece.x;
         group.word[4 * i + 1] = piece.y;
         group.word[4 * i + 2] = piece.z;
         group.word[4 * i + 3] = piece.w;
       }
     } else {
-      const uint2 piece = __ldcs(reinterpret_cast<const uint2*>(source));
+      const uint2 piece = *reinterpret_cast<const uint2*>(source);
       group.word[0] = piece.x;
       group.word[1] = piece.y;
     }
@@ -54,11 +54,11 @@ __device__ __forceinline__ void store(const Group<T, VECTOR>& group, u64 address
     if constexpr (access_bytes<T>() == 16) {
 #pragma unroll
       for (int i = 0; i < VECTOR * sizeof(typename T::Bits) / 16; ++i) {
-        __stcs(reinterpret_cast<uint4*>(target) + i,
-               make_uint4(group.word[4 * i], group.word[4 * i + 1], group.word[4 * i + 2], group.word[4 * i + 3]));
+        reinterpret_cast<uint4*>(target)[i] =
+            make_uint4(group.word[4 * i], group.word[4 * i + 1], group.word[4 * i + 2], group.word[4 * i + 3]);
       }
     } else {
-      __stcs(reinterpret_cast<uint2*>(target), make_uint2(group.word[0], group.word[1]));
+      *reinterpret_cast<uint2*>(target) = make_uint2(group.word[0], group.word[1]);
     }
   } else {
 #pragma unroll

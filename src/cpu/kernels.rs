@@ -11,6 +11,15 @@ use crate::plan::column::{Master, Variant};
 use crate::plan::table::{CHUNK, Table};
 use crate::tensor::Dtype;
 
+/// fp32 gradient, parameter and moments of one block.
+struct Scratch([Box<[f32; BLOCK]>; 4]);
+
+impl Default for Scratch {
+    fn default() -> Scratch {
+        Scratch([(); 4].map(|()| Box::new([0.0; BLOCK])))
+    }
+}
+
 /// Runs one launch.
 ///
 /// # Safety
@@ -21,13 +30,13 @@ pub unsafe fn adam(table: &Table, variant: Variant, scalars: &Scalars) {
         .filter(|&tensor| table.addresses(tensor)[0] != 0)
         .flat_map(|tensor| (0..table.numel(tensor).div_ceil(CHUNK)).map(move |chunk| (tensor, chunk)))
         .collect();
-    chunks.into_par_iter().for_each(|(tensor, chunk)| {
+    chunks.into_par_iter().for_each_init(Scratch::default, |scratch, (tensor, chunk)| {
         let end = table.numel(tensor).min((chunk + 1) * CHUNK);
         let mut start = chunk * CHUNK;
         while start < end {
             let count = (end - start).min(BLOCK as u64);
             // SAFETY: the elements lie within the tensors by the caller's promise, and no other chunk has them.
-            unsafe { block(table.addresses(tensor), start as usize, count as usize, variant, scalars) };
+            unsafe { block(table.addresses(tensor), start as usize, count as usize, variant, scalars, scratch) };
             start += count;
         }
     });
@@ -37,9 +46,15 @@ pub unsafe fn adam(table: &Table, variant: Variant, scalars: &Scalars) {
 ///
 /// # Safety
 /// As for [`adam`], for these elements.
-unsafe fn block(addresses: &[u64; 5], start: usize, count: usize, variant: Variant, scalars: &Scalars) {
-    let [mut g, mut p, mut m, mut v] = [[0f32; BLOCK]; 4];
-    let (g, p, m, v) = (&mut g[..count], &mut p[..count], &mut m[..count], &mut v[..count]);
+unsafe fn block(
+    addresses: &[u64; 5],
+    start: usize,
+    count: usize,
+    variant: Variant,
+    scalars: &Scalars,
+    scratch: &mut Scratch,
+) {
+    let [g, p, m, v] = scratch.0.each_mut().map(|buffer| &mut buffer[..count]);
     let [grad, param, exp_avg, exp_avg_sq, master] = *addresses;
     // SAFETY: by the caller's promise these addresses hold `start + count` elements of these types.
     unsafe {
@@ -119,10 +134,14 @@ unsafe fn store(dtype: Dtype, address: u64, start: usize, values: &[f32]) {
     unsafe {
         match dtype {
             Dtype::BF16 => {
-                elements::<u16>(address, start, values.len()).reinterpret_cast_mut::<bf16>().convert_from_f32_slice(values);
+                elements::<u16>(address, start, values.len())
+                    .reinterpret_cast_mut::<bf16>()
+                    .convert_from_f32_slice(values);
             }
             Dtype::F16 => {
-                elements::<u16>(address, start, values.len()).reinterpret_cast_mut::<f16>().convert_from_f32_slice(values);
+                elements::<u16>(address, start, values.len())
+                    .reinterpret_cast_mut::<f16>()
+                    .convert_from_f32_slice(values);
             }
             _ => elements::<f32>(address, start, values.len()).copy_from_slice(values),
         }
@@ -175,14 +194,26 @@ mod tests {
         };
         let address = |pointer: *const u8| pointer as u64;
         for _ in 0..3 {
-            run(Master::F32, [
-                address(grad.as_ptr().cast()), address(rounded.as_mut_ptr().cast()), address(m1.as_mut_ptr().cast()),
-                address(v1.as_mut_ptr().cast()), address(master.as_mut_ptr().cast()),
-            ]);
-            run(Master::Remainder, [
-                address(grad.as_ptr().cast()), address(high.as_mut_ptr().cast()), address(m2.as_mut_ptr().cast()),
-                address(v2.as_mut_ptr().cast()), address(low.as_mut_ptr().cast()),
-            ]);
+            run(
+                Master::F32,
+                [
+                    address(grad.as_ptr().cast()),
+                    address(rounded.as_mut_ptr().cast()),
+                    address(m1.as_mut_ptr().cast()),
+                    address(v1.as_mut_ptr().cast()),
+                    address(master.as_mut_ptr().cast()),
+                ],
+            );
+            run(
+                Master::Remainder,
+                [
+                    address(grad.as_ptr().cast()),
+                    address(high.as_mut_ptr().cast()),
+                    address(m2.as_mut_ptr().cast()),
+                    address(v2.as_mut_ptr().cast()),
+                    address(low.as_mut_ptr().cast()),
+                ],
+            );
         }
         let merged: Vec<u32> = high.iter().zip(&low).map(|(&h, &l)| merge_remainder(h, l).to_bits()).collect();
         assert_eq!(merged, master.iter().map(|x| x.to_bits()).collect::<Vec<_>>());

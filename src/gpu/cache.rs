@@ -33,7 +33,8 @@ impl Cache {
         }
         let key = hasher.finalize();
         let path = self.folder.as_ref().map(|folder| folder.join(format!("{}.cubin", key.to_hex())));
-        if let Some(content) = path.as_ref().and_then(|path| fs::read(path).ok()).and_then(|file| verified(&key, file)) {
+        if let Some(content) = path.as_ref().and_then(|path| fs::read(path).ok()).and_then(|file| verified(&key, file))
+        {
             return Ok(content);
         }
         let content = make()?;

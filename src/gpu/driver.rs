@@ -58,7 +58,8 @@ impl Gpu {
         let name = CString::new(name)?;
         self.within(|| {
             // SAFETY: NVRTC's machine code carries its own length; it is copied by the driver.
-            let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.context("the kernel did not load")?;
+            let module =
+                unsafe { result::module::load_data(cubin.as_ptr().cast()) }.context("the kernel did not load")?;
             // SAFETY: the module was just loaded and is never unloaded.
             let function = unsafe { result::module::get_function(module, name) }.context("the kernel was not found")?;
             Ok(Function(function))
@@ -69,7 +70,14 @@ impl Gpu {
     ///
     /// # Safety
     /// `parameter` must be the kernel's parameter in full, and every address in it valid on `stream` at that point.
-    pub unsafe fn launch(&self, function: Function, blocks: u32, threads: u32, stream: Stream, parameter: &[u64]) -> Result<()> {
+    pub unsafe fn launch(
+        &self,
+        function: Function,
+        blocks: u32,
+        threads: u32,
+        stream: Stream,
+        parameter: &[u64],
+    ) -> Result<()> {
         self.within(|| {
             let mut parameters = [parameter.as_ptr().cast_mut().cast::<c_void>()];
             let stream = stream.0 as sys::CUstream;
@@ -89,7 +97,9 @@ impl Gpu {
             return action();
         }
         // SAFETY: the context is retained for the life of the process.
-        unsafe { sys::cuCtxSetCurrent(self.context) }.result().context("the device's context could not be made current")?;
+        unsafe { sys::cuCtxSetCurrent(self.context) }
+            .result()
+            .context("the device's context could not be made current")?;
         let outcome = action();
         // SAFETY: the handle was current on this thread a moment ago.
         unsafe { sys::cuCtxSetCurrent(previous) }.result().context("the caller's context could not be put back")?;

@@ -38,7 +38,7 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
         Master::F32 => 1,
         Master::Remainder => 2,
     };
-    // Eight 16-bit elements or twice four 32-bit ones fill 16-byte accesses.
+    // The fastest of benches/tune.py on an H200, together with THREADS and CHUNK.
     let (vector, unroll) = (4, 2);
     vec![
         format!("--gpu-architecture=sm_{arch}"),

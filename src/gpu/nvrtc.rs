@@ -57,7 +57,9 @@ pub fn compile(source: File, headers: &[File], options: &[String]) -> Result<Com
 fn require() -> Result<()> {
     // SAFETY: loading a library runs its initialisers, which NVRTC's are made for.
     if !unsafe { sys::is_culib_present() } {
-        bail!("the library NVRTC (libnvrtc) was not found; it comes with torch's CUDA builds (package nvidia-cuda-nvrtc)");
+        bail!(
+            "the library NVRTC (libnvrtc) was not found; it comes with torch's CUDA builds (package nvidia-cuda-nvrtc)"
+        );
     }
     Ok(())
 }

@@ -184,8 +184,7 @@ impl Column {
         if !ordered {
             return Ok(Verdict::Unordered);
         }
-        let variant =
-            Variant { grad: self.grad.dtype, param: param.dtype, moment: self.moment, master: self.kind };
+        let variant = Variant { grad: self.grad.dtype, param: param.dtype, moment: self.moment, master: self.kind };
         let signature = Signature { numel: param.numel, variant, device: param.device };
         Ok(Verdict::Ready(Work { signature, addresses }))
     }

@@ -132,20 +132,22 @@ mod tests {
     const BYTES: usize = 4096;
 
     fn work(numel: u64, kind: u8, address: u64) -> Work {
-        let (grad, master) = [
-            (Dtype::F32, Master::None),
-            (Dtype::BF16, Master::Remainder),
-            (Dtype::BF16, Master::F32),
-        ][usize::from(kind % 3)];
+        let (grad, master) = [(Dtype::F32, Master::None), (Dtype::BF16, Master::Remainder), (Dtype::BF16, Master::F32)]
+            [usize::from(kind % 3)];
         let variant = Variant { grad, param: Dtype::BF16, moment: Dtype::F32, master };
         let device = Device::Cuda(u16::from(kind / 3));
-        Work { signature: Signature { numel, variant, device }, addresses: [address, address + 1, address + 2, address + 3, 0] }
+        Work {
+            signature: Signature { numel, variant, device },
+            addresses: [address, address + 1, address + 2, address + 3, 0],
+        }
     }
 
     fn planned(plan: &GroupPlan) -> Vec<(u64, u64)> {
         let tables = plan.buckets().iter().flat_map(|bucket| &bucket.tables);
-        let mut rows: Vec<(u64, u64)> =
-            tables.flat_map(|t| (0..t.len()).map(|i| (t.addresses(i)[0], t.numel(i)))).filter(|row| row.0 != 0).collect();
+        let mut rows: Vec<(u64, u64)> = tables
+            .flat_map(|t| (0..t.len()).map(|i| (t.addresses(i)[0], t.numel(i))))
+            .filter(|row| row.0 != 0)
+            .collect();
         rows.sort_unstable();
         rows
     }
@@ -160,8 +162,7 @@ mod tests {
         for mask in 0..32u32 {
             let works: Vec<_> = (0..5).map(|i| if mask >> i & 1 == 1 { all[i] } else { None }).collect();
             plan.update(&works, BYTES);
-            let expected: Vec<_> =
-                works.iter().flatten().map(|w| (w.addresses[0], w.signature.numel)).collect();
+            let expected: Vec<_> = works.iter().flatten().map(|w| (w.addresses[0], w.signature.numel)).collect();
             assert_eq!(planned(&plan), expected);
         }
         assert_eq!(plan.built(), settled);

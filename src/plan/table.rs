@@ -5,7 +5,7 @@
 use crate::options::Scalars;
 
 /// Elements of a tensor that one block works on.
-pub const CHUNK: u64 = 8192;
+pub const CHUNK: u64 = 4096;
 /// Addresses a tensor can have: gradient, parameter, exp_avg, exp_avg_sq, master or remainder.
 pub const OPERANDS: usize = 5;
 /// Blocks of one launch: the limit of a CUDA grid's first dimension.
@@ -16,7 +16,7 @@ const HEADER_WORDS: usize = 5;
 /// How many tensors fit into `bytes` of kernel parameters with `operands` addresses each.
 pub const fn capacity(bytes: usize, operands: usize) -> usize {
     // Even, so that the two arrays of u32 fill whole words.
-    (bytes - HEADER_WORDS * 8) / (operands * 8 + 8) & !1
+    ((bytes - HEADER_WORDS * 8) / (operands * 8 + 8)) & !1
 }
 
 /// Tensors of one launch.
@@ -169,8 +169,8 @@ mod tests {
             let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
             prop_assert_eq!(u32_at(32) as usize, rows.len());
             for (tensor, (numel, addresses)) in rows.iter().enumerate() {
-                for operand in 0..operands {
-                    prop_assert_eq!(u64_at(40 + 8 * (operand * capacity + tensor)), addresses[operand]);
+                for (operand, &address) in addresses.iter().enumerate().take(operands) {
+                    prop_assert_eq!(u64_at(40 + 8 * (operand * capacity + tensor)), address);
                 }
                 let ends = 40 + 8 * operands * capacity;
                 let before = if tensor == 0 { 0 } else { u32_at(ends + 4 * (tensor - 1)) };

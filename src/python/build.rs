@@ -14,7 +14,11 @@ pub fn kernel_variants() -> Vec<VariantNames> {
 /// Compiles one kernel for compute capability `arch` (90 for sm_90) with NVRTC; returns (machine code, compiler's log).
 /// Needs no GPU. RuntimeError without NVRTC or if the source does not compile.
 #[pyfunction]
-pub fn compile_kernel(variant: (String, String, String, String), arch: i32, large: bool) -> PyResult<(Vec<u8>, String)> {
+pub fn compile_kernel(
+    variant: (String, String, String, String),
+    arch: i32,
+    large: bool,
+) -> PyResult<(Vec<u8>, String)> {
     let bytes = if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS };
     let compiled = kernels::compile(&kernels::options(variant_from(variant)?, bytes, arch))?;
     Ok((compiled.cubin, compiled.log))

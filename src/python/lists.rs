@@ -37,7 +37,9 @@ pub fn multi_tensor_adam(
     let expected = if remainder { 5..=5 } else { 4..=5 };
     if !expected.contains(&tensor_lists.len()) || tensor_lists.iter().any(|list| list.len() != count) {
         let lengths: Vec<usize> = tensor_lists.iter().map(Vec::len).collect();
-        return Err(PyRuntimeError::new_err(format!("expected 4 or 5 lists of equal lengths, got lengths {lengths:?}")));
+        return Err(PyRuntimeError::new_err(format!(
+            "expected 4 or 5 lists of equal lengths, got lengths {lengths:?}"
+        )));
     }
     let kind = match (tensor_lists.len(), remainder) {
         (4, _) => Master::None,
@@ -72,16 +74,8 @@ pub fn multi_tensor_adam(
             }
         }
     }
-    let options = Options {
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        bias_correction: bias_correction != 0,
-        adam_w: mode == 1,
-        step,
-    };
+    let options =
+        Options { lr, beta1, beta2, eps, weight_decay, bias_correction: bias_correction != 0, adam_w: mode == 1, step };
     let mut plan = GroupPlan::default();
     plan.update(&works, parameter_bytes(device));
     for bucket in plan.buckets() {

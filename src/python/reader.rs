@@ -81,6 +81,7 @@ pub struct Torch {
     dtypes: [(Py<PyAny>, Dtype); 4],
     plain_dispatch: Py<PyAny>,
     current_raw_stream: Py<PyAny>,
+    disable_torch_function: Py<PyAny>,
 }
 
 /// torch's DLPack exchange table (torch 2.10 and later), which lives as long as the process.
@@ -123,6 +124,7 @@ impl Torch {
             ],
             plain_dispatch: native.getattr("_disabled_torch_dispatch_impl")?.unbind(),
             current_raw_stream,
+            disable_torch_function: native.getattr("DisableTorchFunctionSubclass")?.unbind(),
         })
     }
 
@@ -155,6 +157,30 @@ pub struct Reader<'py> {
     torch: &'static Torch,
     dtensor: Option<Bound<'py, PyType>>,
     classes: Vec<Class<'py>>,
+    /// While it lives, torch does not look for `__torch_function__` on the classes of tensors, which costs more than
+    /// reading them. Classes whose override matters are `Kind::Wrapped` and not read.
+    _plain_attributes: PlainAttributes<'py>,
+}
+
+/// torch's context manager, entered.
+struct PlainAttributes<'py>(Bound<'py, PyAny>);
+
+impl<'py> PlainAttributes<'py> {
+    fn enter(py: Python<'py>, torch: &Torch) -> PyResult<PlainAttributes<'py>> {
+        let guard = torch.disable_torch_function.bind(py).call0()?;
+        guard.call_method0(intern!(py, "__enter__"))?;
+        Ok(PlainAttributes(guard))
+    }
+}
+
+impl Drop for PlainAttributes<'_> {
+    fn drop(&mut self) {
+        let py = self.0.py();
+        let exited = self.0.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()));
+        if let Err(error) = exited {
+            error.write_unraisable(py, Some(&self.0));
+        }
+    }
 }
 
 impl<'py> Reader<'py> {
@@ -166,7 +192,8 @@ impl<'py> Reader<'py> {
             Some(module) => module.getattr("DTensor").ok().map(|class| class.cast_into::<PyType>()).transpose()?,
             None => None,
         };
-        Ok(Reader { py, torch: Torch::get(py)?, dtensor, classes: Vec::new() })
+        let torch = Torch::get(py)?;
+        Ok(Reader { py, torch, dtensor, classes: Vec::new(), _plain_attributes: PlainAttributes::enter(py, torch)? })
     }
 
     fn class(&mut self, object: &Bound<'py, PyAny>) -> PyResult<usize> {

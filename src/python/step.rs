@@ -65,10 +65,9 @@ impl Switches {
 
 fn read_options<'py>(group: &Bound<'py, PyDict>, adam_w: bool, step: i64) -> PyResult<Options> {
     let py = group.py();
-    let get = |name: &Bound<'py, PyString>| {
-        group.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_string()))
-    };
-    let betas: Vec<f64> = get(intern!(py, "betas"))?.try_iter()?.map(|beta| beta?.extract()).collect::<PyResult<_>>()?;
+    let get = |name: &Bound<'py, PyString>| group.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_string()));
+    let betas: Vec<f64> =
+        get(intern!(py, "betas"))?.try_iter()?.map(|beta| beta?.extract()).collect::<PyResult<_>>()?;
     let [beta1, beta2] = betas[..] else {
         return Err(PyValueError::new_err(format!("betas must be two numbers, got {}", betas.len())));
     };
@@ -101,7 +100,9 @@ fn advance(group: &Bound<'_, PyDict>) -> PyResult<()> {
     let key = intern!(py, "step");
     let next = match group.get_item(key)? {
         None => 1i64.into_pyobject(py)?.into_any(),
-        Some(step) if step.is_exact_instance_of::<PyInt>() => (step.extract::<i64>()? + 1).into_pyobject(py)?.into_any(),
+        Some(step) if step.is_exact_instance_of::<PyInt>() => {
+            (step.extract::<i64>()? + 1).into_pyobject(py)?.into_any()
+        }
         // A tensor or NumPy integer counts in place.
         Some(step) => py.import("operator")?.call_method1("iadd", (step, 1))?,
     };
@@ -319,8 +320,14 @@ impl<'py> GroupReader<'_, 'py> {
             return Err(PyRuntimeError::new_err("a tensor went missing while it was copied"));
         };
         let shape = |view: View| View { shape: param_view.shape, ..view };
-        let column =
-            Column { grad, param: param_view, exp_avg: shape(exp_avg), exp_avg_sq: shape(exp_avg_sq), master: master.map(shape), ..column };
+        let column = Column {
+            grad,
+            param: param_view,
+            exp_avg: shape(exp_avg),
+            exp_avg_sq: shape(exp_avg_sq),
+            master: master.map(shape),
+            ..column
+        };
         match column.check() {
             Ok(Verdict::Ready(work)) => Ok(work),
             _ => Err(PyRuntimeError::new_err(format!(
@@ -379,7 +386,8 @@ impl Plan {
     ) -> PyResult<Option<Todo<'py>>> {
         let py = optimizer.py();
         let switches = Switches::read(optimizer)?;
-        let groups: Vec<Bound<'py, PyAny>> = optimizer.getattr(intern!(py, "param_groups"))?.try_iter()?.collect::<PyResult<_>>()?;
+        let groups: Vec<Bound<'py, PyAny>> =
+            optimizer.getattr(intern!(py, "param_groups"))?.try_iter()?.collect::<PyResult<_>>()?;
         let state = optimizer.getattr(intern!(py, "state"))?.cast_into::<PyDict>()?;
         let (mut reader, mut walk, mut staged) = (Reader::new(py)?, StateWalk::new(state), Vec::new());
         self.groups.truncate(groups.len());
@@ -483,7 +491,8 @@ impl Plan {
         let row = |(index, record): (usize, &GroupRecord)| {
             let row = PyDict::new(py);
             let (tensors, elements) = record.plan.size();
-            let kernels: Vec<String> = record.plan.buckets().iter().map(|b| format!("{} ({})", b.variant.name(), b.device)).collect();
+            let kernels: Vec<String> =
+                record.plan.buckets().iter().map(|b| format!("{} ({})", b.variant.name(), b.device)).collect();
             row.set_item("index", index)?;
             row.set_item("tier", record.tier)?;
             row.set_item("reason", &record.reason)?;
