@@ -48,9 +48,9 @@ def build(case, threads, vector, unroll, chunk):
     defines |= {"THREADS": threads, "VECTOR": vector, "UNROLL": unroll, "CHUNK": chunk}
     major, minor = torch.cuda.get_device_capability()
     options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *[f"-D{k}={v}" for k, v in defines.items()]]
-    check(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]) + (None,))
+    check((*nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]), None))
     cubin = bytes(check(nvrtc.nvrtcGetCUBINSize(program)))
-    check(nvrtc.nvrtcGetCUBIN(program, cubin) + (None,))
+    check((*nvrtc.nvrtcGetCUBIN(program, cubin), None))
     module = check(driver.cuModuleLoadData(cubin))
     return check(driver.cuModuleGetFunction(module, b"adam")), capacity
 
@@ -119,7 +119,7 @@ def main():
                 for data, blocks in launches:
                     pointer = (ctypes.c_void_p * 1)(ctypes.addressof(data))
                     address = ctypes.addressof(pointer)
-                    check(driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, address, 0) + (None,))
+                    check((*driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, address, 0), None))
 
             rows.append((median_ms(run), threads, vector, unroll, chunk))
         rows.sort()

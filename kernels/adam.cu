@@ -2,15 +2,16 @@
 // The table, every pointer in it included, is the kernel's parameter: nothing lives in device memory, so nothing can be
 // stale, freed under a captured graph, or unmapped by a tool that pauses the allocator.
 // Compiled once per combination of: GRAD, PARAM, MOMENT (F32, F16, BF16), MASTER (0 none, 1 fp32, 2 int16 remainder),
-// CAPACITY (tensors a launch can hold), and the tuning THREADS, VECTOR, UNROLL, CHUNK.
+// CAPTURABLE (0, 1), CAPACITY (tensors a launch can hold), and the tuning THREADS, VECTOR, UNROLL, CHUNK.
 #include "access.cuh"
 #include "arithmetic.cuh"
 
 // Mirrored by src/plan/table.rs, which checks the offsets.
 struct Launch {
   Scalars scalars;
+  Live live;
   u32 tensors;
-  u32 padding;
+  u32 bias_correction;  // capturable only: whether the corrections are computed on the device
   u64 grad[CAPACITY];  // 0: no gradient this step, the tensor makes no work
   u64 param[CAPACITY];
   u64 exp_avg[CAPACITY];
@@ -28,6 +29,16 @@ typedef I16 Master;
 typedef F32 Master;
 #endif
 
+#if CAPTURABLE
+struct LaunchConstants : Constants {
+  float inv_scale;
+  __device__ __forceinline__ LaunchConstants(const Scalars& scalars, float inv_scale)
+      : Constants(scalars), inv_scale(inv_scale) {}
+};
+#else
+typedef Constants LaunchConstants;
+#endif
+
 // The operands of one group of elements, in registers.
 struct Operands {
   Group<GRAD, VECTOR> grad;
@@ -37,10 +48,14 @@ struct Operands {
   Group<Master, VECTOR> master;
 #endif
 
-  __device__ __forceinline__ void update(const Constants& constants, int i) {
+  __device__ __forceinline__ void update(const LaunchConstants& constants, int i) {
     float m = widen(MOMENT(), exp_avg.element[i]);
     float v = widen(MOMENT(), exp_avg_sq.element[i]);
-    const float g = widen(GRAD(), grad.element[i]);
+    float g = widen(GRAD(), grad.element[i]);
+#if CAPTURABLE
+    g = mul(g, constants.inv_scale);
+    grad.element[i] = narrow(GRAD(), g);
+#endif
 #if MASTER == 2
     float p = merge_remainder(param.element[i], master.element[i]);
 #elif MASTER == 1
@@ -91,7 +106,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant
   const u64 start = static_cast<u64>(blockIdx.x - first_chunk) * CHUNK;
   const u32 count = blockIdx.x + 1 == launch.chunk_end[tensor] ? launch.tail[tensor] : CHUNK;
   const u32 body = count - count % VECTOR;
-  const Constants constants(launch.scalars);
+#if CAPTURABLE
+  if (*launch.live.skip == 1) return;
+  // Two powers in double: once per block.
+  __shared__ float corrections[2];
+  Scalars scalars = launch.scalars;
+  if (launch.bias_correction) {
+    if (threadIdx.x < 2) {
+      corrections[threadIdx.x] = bias_correction(threadIdx.x ? scalars.beta2 : scalars.beta1, *launch.live.step);
+    }
+    __syncthreads();
+    scalars.correction1 = corrections[0];
+    scalars.correction2 = corrections[1];
+  }
+  scalars.lr = *launch.live.lr;
+  const LaunchConstants constants(scalars, *launch.live.inv_scale);
+#else
+  const LaunchConstants constants(launch.scalars);
+#endif
 
   for (u32 base = threadIdx.x * VECTOR; base < body; base += THREADS * VECTOR * UNROLL) {
     Operands operands[UNROLL];
@@ -116,6 +148,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant
       if (at < body) {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) operands[u].update(constants, i);
+#if CAPTURABLE
+        store(operands[u].grad, grad, start + at, grad_aligned);
+#endif
         store(operands[u].param, param, start + at, param_aligned);
         store(operands[u].exp_avg, exp_avg, start + at, exp_avg_aligned);
         store(operands[u].exp_avg_sq, exp_avg_sq, start + at, exp_avg_sq_aligned);
@@ -138,6 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant
     operand.master.element[0] = reinterpret_cast<const Master::Bits*>(master)[at];
 #endif
     operand.update(constants, 0);
+#if CAPTURABLE
+    reinterpret_cast<GRAD::Bits*>(grad)[at] = operand.grad.element[0];
+#endif
     reinterpret_cast<PARAM::Bits*>(param)[at] = operand.param.element[0];
     reinterpret_cast<MOMENT::Bits*>(exp_avg)[at] = operand.exp_avg.element[0];
     reinterpret_cast<MOMENT::Bits*>(exp_avg_sq)[at] = operand.exp_avg_sq.element[0];

@@ -38,6 +38,19 @@ struct Scalars {
   u32 adam_w;                      // 1: decoupled weight decay; 0: weight decay added to the gradient
 };
 
+// What a capturable launch reads on the device instead, so that a captured graph sees their values at each replay.
+struct Live {
+  const float* lr;
+  const int* step;
+  const float* inv_scale;  // gradients are multiplied by it, and written back
+  const int* skip;         // 1: an overflow was found, nothing is updated
+};
+
+// The bias correction as the device computes it: the power in double, rounded once.
+__device__ __forceinline__ float bias_correction(float beta, int step) {
+  return static_cast<float>(1.0 - pow(static_cast<double>(beta), static_cast<double>(step)));
+}
+
 // What every element of a launch shares.
 struct Constants {
   Scalars s;
@@ -58,7 +71,12 @@ __device__ __forceinline__ void adam_update(const Constants& c, float g, float& 
   const float denominator = add(square_root(mul(v, c.inverse_correction2)), c.s.eps);
   const float ratio = mul(mul(m, c.inverse_correction1), reciprocal(denominator));
   const float update = c.s.adam_w ? fma(p, c.s.weight_decay, ratio) : ratio;
+#if CAPTURABLE && __CUDA_ARCH__ < 1000
+  // Transformer Engine's capturable kernels are compiled without this contraction up to sm_90, and with it from sm_100.
+  p = add(p, -mul(c.s.lr, update));
+#else
   p = fma(-update, c.s.lr, p);
+#endif
 }
 
 // An fp32 master kept as a bf16 parameter (its upper half, rounded half away from zero) and an int16 remainder.

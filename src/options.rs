@@ -23,7 +23,7 @@ pub struct Options {
     pub step: i64,
 }
 
-/// What a launch is given; the head of the kernels' `Launch`.
+/// What a launch is given by value; the head of the kernels' `Launch`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct Scalars {
@@ -49,9 +49,7 @@ impl Scalars {
     /// Rounds `options` to what the kernels take.
     pub fn new(options: &Options) -> Scalars {
         let (beta1, beta2) = (options.beta1 as f32, options.beta2 as f32);
-        let correction = |beta: f32| {
-            if options.bias_correction { (1.0 - f64::from(beta).powf(options.step as f64)) as f32 } else { 1.0 }
-        };
+        let correction = |beta| if options.bias_correction { bias_correction(beta, options.step as f64) } else { 1.0 };
         Scalars {
             lr: options.lr as f32,
             beta1,
@@ -63,15 +61,74 @@ impl Scalars {
             adam_w: u32::from(options.adam_w),
         }
     }
+}
 
-    /// The scalars as the words that open a launch.
-    pub fn words(&self) -> [u64; 4] {
+impl Scalars {
+    /// These with the learning rate and, for bias correction, the step that the device has.
+    pub fn with_live(self, lr: f32, step: Option<i32>) -> Scalars {
+        let correction = |beta: f32| step.map_or(1.0, |step| bias_correction(beta, f64::from(step)));
+        Scalars { lr, correction1: correction(self.beta1), correction2: correction(self.beta2), ..self }
+    }
+}
+
+/// 1 - beta^step: the power in double by the C library, rounded once.
+fn bias_correction(beta: f32, step: f64) -> f32 {
+    (1.0 - f64::from(beta).powf(step)) as f32
+}
+
+/// Addresses of what a capturable launch reads on the device; all 0 otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Live {
+    /// Learning rate, fp32.
+    pub lr: u64,
+    /// Step this is, int32.
+    pub step: u64,
+    /// What gradients are multiplied by, fp32.
+    pub inv_scale: u64,
+    /// 1 if nothing must be updated, int32.
+    pub skip: u64,
+}
+
+/// Everything of a launch but its tensors.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Header {
+    /// By value.
+    pub scalars: Scalars,
+    /// By address.
+    pub live: Live,
+    /// Whether a capturable launch computes bias corrections.
+    pub bias_correction: bool,
+}
+
+impl Header {
+    /// Words of a header and the tensor count.
+    pub const WORDS: usize = 9;
+
+    /// The header of a step whose numbers the host has.
+    pub fn new(options: &Options) -> Header {
+        Header { scalars: Scalars::new(options), ..Header::default() }
+    }
+
+    /// The header of a step whose numbers the device has; `lr` and `step` of `options` are not used.
+    pub fn live(options: &Options, live: Live) -> Header {
+        let scalars = Scalars::new(&Options { bias_correction: false, ..*options });
+        Header { scalars, live, bias_correction: options.bias_correction }
+    }
+
+    /// The words that open a launch of `tensors` tensors.
+    pub fn words(&self, tensors: usize) -> [u64; Header::WORDS] {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        let (s, live) = (&self.scalars, &self.live);
         [
-            pair(self.lr.to_bits(), self.beta1.to_bits()),
-            pair(self.beta2.to_bits(), self.eps.to_bits()),
-            pair(self.weight_decay.to_bits(), self.correction1.to_bits()),
-            pair(self.correction2.to_bits(), self.adam_w),
+            pair(s.lr.to_bits(), s.beta1.to_bits()),
+            pair(s.beta2.to_bits(), s.eps.to_bits()),
+            pair(s.weight_decay.to_bits(), s.correction1.to_bits()),
+            pair(s.correction2.to_bits(), s.adam_w),
+            live.lr,
+            live.step,
+            live.inv_scale,
+            live.skip,
+            pair(tensors as u32, u32::from(self.bias_correction)),
         ]
     }
 }

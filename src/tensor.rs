@@ -16,6 +16,8 @@ pub enum Dtype {
     BF16,
     /// 16-bit integer: the remainder of an fp32 master.
     I16,
+    /// 32-bit integer: a step or flag on the device.
+    I32,
     /// Anything else: no kernel takes it.
     Other,
 }
@@ -27,7 +29,7 @@ impl Dtype {
             Dtype::F32 => Some("F32"),
             Dtype::F16 => Some("F16"),
             Dtype::BF16 => Some("BF16"),
-            Dtype::I16 | Dtype::Other => None,
+            Dtype::I16 | Dtype::I32 | Dtype::Other => None,
         }
     }
 
@@ -38,6 +40,7 @@ impl Dtype {
             Dtype::F16 => "float16",
             Dtype::BF16 => "bfloat16",
             Dtype::I16 => "int16",
+            Dtype::I32 => "int32",
             Dtype::Other => "another dtype",
         }
     }

@@ -5,7 +5,7 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
-_Variant = tuple[str, str, str, str]
+_Variant = tuple[str, str, str, str, str]
 
 @final
 class Plan:
@@ -19,8 +19,12 @@ class Plan:
         served: list[int],
         strict_parity: bool,
         count_empty: bool,
+        live: list[tuple[Any, Any, Any]] | None,
     ) -> tuple[Literal["initialize", "prove", "lower"], list[Any]] | None:
         """Takes one step, or returns what has to be done first; the optimizer is then as it was.
+
+        `live`: in capturable mode the (step, inv_scale, skip) of each group, one-element tensors; counters are then the
+        caller's to advance.
 
         ("initialize", [(parameter, whether its master is a remainder)]), ("prove", [(device, kernel's names)]), or
         ("lower", [(group, tier)]): serve these groups in a lower tier, then name them in `served`.
@@ -47,6 +51,24 @@ def multi_tensor_adam(
     together; nothing has changed then.
     """
 
+def multi_tensor_adam_capturable(
+    tensor_lists: list[list[Any]],
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Any,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Any,
+    skip: Any,
+) -> None:
+    """As `multi_tensor_adam`, with hyperparameters that are read on the device: `lr` and `inv_scale` fp32, `step` and
+    `skip` int32, one element each. Gradients are multiplied by `inv_scale` and written back; nothing is written if
+    `skip` is 1. TypeError for anything else.
+    """
+
 def adam_reference(
     grad: npt.NDArray[np.float32],
     param: npt.NDArray[np.float32],
@@ -66,7 +88,7 @@ def adam_reference(
     """
 
 def kernel_variants() -> list[_Variant]:
-    """Every combination of storage types that has a kernel: (gradient, parameter, moments, master)."""
+    """Every combination of storage types that has a kernel: (gradient, parameter, moments, master, mode)."""
 
 def compile_kernel(variant: _Variant, arch: int, large: bool) -> tuple[bytes, str]:
     """Compiles one kernel for compute capability `arch` (90 for sm_90) with NVRTC; returns (machine code, log).

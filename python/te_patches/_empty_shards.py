@@ -26,7 +26,8 @@ def drop_empty(lists: Lists) -> Lists:
     for index, column in enumerate(zip(*local, strict=True)):
         elements = [tensor.numel() for tensor in column]
         if elements[0] == 0 and len(column) > 1 and elements[1] > 0:
-            raise RuntimeError(f"tensor {index} has no elements but the tensor it goes with has shape {column[1].shape}")
+            shape = tuple(column[1].shape)
+            raise RuntimeError(f"tensor {index} of a list has no elements, but the one it goes with has shape {shape}")
         if elements[0] > 0:
             kept.append(column)
     return [[column[i] for column in kept] for i in range(len(lists))]

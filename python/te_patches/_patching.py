@@ -128,7 +128,7 @@ def _patch_step(fused_adam: ModuleType, switch: _step.Switch) -> Patch:
         )
     # Hooked by torch's own function and marked, so that torch adds no second layer and existing instances keep theirs.
     replacement = Optimizer.profile_hook_step(_step.patched_step(stock, switch))
-    replacement.hooked = True  # type: ignore[attr-defined]
+    replacement.hooked = True
     target = f"{fused_adam.__name__}.FusedAdam.step"
     return Patch(target, "patched", "native plan and kernels", optimizer, "step", original, replacement)
 

@@ -11,11 +11,14 @@ from typing import Any
 from te_patches import _core
 from te_patches._releases import Release
 
+Names = tuple[str, str, str, str, str]
+"""gradient, parameter, moments, master, mode"""
+
 _SIZES = (1, 7, 2048, 8192 + 3, 65536 + 5)
 _STEPS = 3
 
 
-def prove(optimizer: Any, device: int, names: tuple[str, str, str, str], release: Release) -> None:
+def prove(optimizer: Any, device: int, names: Names, release: Release) -> None:
     """Compares the kernel of `names` (gradient, parameter, moments, master) with stock on CUDA device `device` and
     records the outcome in the native core.
     """
@@ -29,15 +32,15 @@ def prove(optimizer: Any, device: int, names: tuple[str, str, str, str], release
     _core.record_proof(device, names, reason)
     if reason is not None:
         warnings.warn(
-            f"te_patches: the native kernel for {' / '.join(names)} (gradient / parameter / moments / master) is not used "
-            f"on cuda:{device}, Transformer Engine's is: {reason}. Please report this with the output of "
+            f"te_patches: the native kernel for {' / '.join(names)} (gradient / parameter / moments / master / mode) "
+            f"is not used on cuda:{device}, Transformer Engine's is: {reason}. Please report this with the output of "
             "te_patches.report().",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _compare(optimizer: Any, device: int, names: tuple[str, str, str, str], release: Release) -> str | None:
+def _compare(optimizer: Any, device: int, names: Names, release: Release) -> str | None:
     import torch
 
     mine = _operands(device, names)
@@ -45,8 +48,11 @@ def _compare(optimizer: Any, device: int, names: tuple[str, str, str, str], rele
     for step in range(1, _STEPS + 1):
         for mode in (1, 0):
             arguments = (1e-2, 0.9, 0.95, 1e-8, step, mode, step % 2, 0.1)
-            _core.multi_tensor_adam(mine, *arguments, names[3] == "remainder")
-            _run_stock(optimizer, stock, arguments, names, release)
+            if names[4] == "capturable":
+                _compare_capturable(optimizer, mine, stock, arguments, names)
+            else:
+                _core.multi_tensor_adam(mine, *arguments, names[3] == "remainder")
+                _run_stock(optimizer, stock, arguments, names, release)
             for ours, theirs in zip(mine, stock, strict=True):
                 for mine_now, stock_now in zip(ours, theirs, strict=True):
                     if not torch.equal(mine_now.view(_bits(mine_now)), stock_now.view(_bits(stock_now))):
@@ -56,7 +62,7 @@ def _compare(optimizer: Any, device: int, names: tuple[str, str, str, str], rele
 
 
 def _run_stock(
-    optimizer: Any, lists: list[list[Any]], arguments: tuple[Any, ...], names: tuple[str, str, str, str], release: Release
+    optimizer: Any, lists: list[list[Any]], arguments: tuple[Any, ...], names: Names, release: Release
 ) -> None:
     import torch
 
@@ -75,11 +81,30 @@ def _run_stock(
                 original.copy_(copy)
 
 
-def _operands(device: int, names: tuple[str, str, str, str]) -> list[list[Any]]:
+def _compare_capturable(
+    optimizer: Any, mine: list[list[Any]], stock: list[list[Any]], arguments: tuple[Any, ...], names: Names
+) -> None:
+    """The same arguments, those that live on the device moved there; gradients scaled by a power of two and not."""
+    import torch
+
+    lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay = arguments
+    device = mine[0][0].device
+    live_lr = torch.full((1,), lr, dtype=torch.float32, device=device)
+    live_step = torch.full((1,), 7 * step, dtype=torch.int32, device=device)
+    inv_scale = torch.full((1,), 0.5 if mode else 0.3, dtype=torch.float32, device=device)
+    skip = torch.zeros(1, dtype=torch.int32, device=device)
+    shared = (live_lr, beta1, beta2, eps, live_step, mode, bias_correction, weight_decay, inv_scale)
+    _core.multi_tensor_adam_capturable(mine, *shared, skip)
+    with_master = names[3] != "none"
+    function = optimizer.multi_tensor_adam_capturable_master if with_master else optimizer.multi_tensor_adam_capturable
+    function(65536, skip, [list(tensors) for tensors in stock], *shared)
+
+
+def _operands(device: int, names: Names) -> list[list[Any]]:
     """Random tensors over a wide range of magnitudes, with the special values among them."""
     import torch
 
-    grad, param, moment, master = names
+    grad, param, moment, master, _ = names
     generator = torch.Generator().manual_seed(0x7EAD)
     special = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-30, 3e38, float("inf"), float("-inf"), float("nan")])
 

@@ -54,7 +54,7 @@ def step(optimizer: Any, group: dict[str, Any], release: Release) -> None:
             continue
         state = optimizer.state[param]
         grad, target = contiguous(grad, False), contiguous(param, True)
-        column = (grad, target, moment(state["exp_avg"]), moment(state["exp_avg_sq"]))
+        column: tuple[Any, ...] = (grad, target, moment(state["exp_avg"]), moment(state["exp_avg_sq"]))
         function = optimizer.multi_tensor_adam
         if optimizer.master_weights and target.dtype != torch.float32:
             column = (*column, contiguous(state["master_param"], True))
@@ -67,7 +67,8 @@ def step(optimizer: Any, group: dict[str, Any], release: Release) -> None:
     for (function, device, *_), columns in buckets.items():
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             for start in range(0, len(columns), _MOST_TENSORS):
-                lists = drop_empty([list(operand) for operand in zip(*columns[start : start + _MOST_TENSORS], strict=True)])
+                part = columns[start : start + _MOST_TENSORS]
+                lists = drop_empty([list(operand) for operand in zip(*part, strict=True)])
                 if lists[0]:
                     applier(
                         function,

@@ -23,7 +23,8 @@ def report(optimizer: Any = None) -> dict[str, Any]:
         "te": applied.switch.release.version if applied else None,
         "torch": torch.__version__,
         "patches": [
-            {"target": patch.target, "state": patch.state, "why": patch.why} for patch in (applied.patches if applied else [])
+            {"target": patch.target, "state": patch.state, "why": patch.why}
+            for patch in (applied.patches if applied else [])
         ],
         "proofs": [
             {"kernel": kernel, "device": f"cuda:{device}", "equal": equal, "reason": reason}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from te_patches import _core, _nvrtc, _proof, _replay
+from te_patches._capturable import Counters
 from te_patches._releases import Release
 from te_patches._settings import Kernels
 
@@ -53,9 +54,13 @@ def patched_step(stock: Callable[..., Any], switch: Switch) -> Callable[..., Any
 def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., Any], grad_scaler: Any) -> None:
     kernels, served, done = switch.kernels, list[int](), set[str]()
     release = switch.release
+    counters = Counters(optimizer, grad_scaler, release.counts_empty_groups) if optimizer.capturable else None
+    live = counters.live if counters else None
     while True:
-        todo = plan.step(optimizer, kernels, served, release.strict_parity, release.counts_empty_groups)
+        todo = plan.step(optimizer, kernels, served, release.strict_parity, release.counts_empty_groups, live)
         if todo is None:
+            if counters:
+                counters.commit()
             return
         kind, items = todo
         if kind in done:
@@ -70,6 +75,10 @@ def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., 
             else:
                 for device, names in items:
                     _proof.prove(optimizer, device, names, release)
+        elif counters:
+            # Stock orders counters and flags across groups by itself: it gets all of them.
+            _step_stock(optimizer, list(range(len(optimizer.param_groups))), stock, grad_scaler)
+            return
         else:
             served = [group for group, _ in items]
             own = [group for group, tier in items if tier == "stock"]
@@ -107,4 +116,4 @@ def _step_stock(optimizer: Any, groups: list[int], stock: Callable[..., Any], gr
 def _capturing() -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -6,9 +6,10 @@ use crate::options::Scalars;
 /// Elements of a block at most.
 pub const BLOCK: usize = 1024;
 
-/// Updates `p`, `m` and `v` (equal lengths) from the gradient `g`.
+/// Updates `p`, `m` and `v` (equal lengths) from the gradient `g`. Capturable kernels round the last product on its own,
+/// the others fuse it with the subtraction.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512vl+fma", "x86_64+avx2+fma"))]
-pub fn adam_update(scalars: &Scalars, g: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
+pub fn adam_update(scalars: &Scalars, capturable: bool, g: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
     let Scalars { lr, beta1, beta2, eps, weight_decay, correction1, correction2, adam_w } = *scalars;
     let (one_minus_beta1, one_minus_beta2) = (1.0 - beta1, 1.0 - beta2);
     let (inverse1, inverse2) = (1.0 / correction1, 1.0 / correction2);
@@ -23,7 +24,7 @@ pub fn adam_update(scalars: &Scalars, g: &[f32], p: &mut [f32], m: &mut [f32], v
         let denominator = (v[i] * inverse2).sqrt() + eps;
         let ratio = m[i] * inverse1 * (1.0 / denominator);
         let update = if adam_w { old.mul_add(weight_decay, ratio) } else { ratio };
-        p[i] = (-update).mul_add(lr, old);
+        p[i] = if capturable { old - lr * update } else { (-update).mul_add(lr, old) };
     }
 }
 
@@ -65,7 +66,7 @@ mod tests {
             };
             let scalars = Scalars::new(&options);
             let (mut p1, mut m1, mut v1) = ([p], [m], [v]);
-            adam_update(&scalars, &[g], &mut p1, &mut m1, &mut v1);
+            adam_update(&scalars, false, &[g], &mut p1, &mut m1, &mut v1);
             let (b1, b2) = (f64::from(scalars.beta1), f64::from(scalars.beta2));
             let (p, w) = (f64::from(p), f64::from(scalars.weight_decay));
             let g = f64::from(g) + if adam_w { 0.0 } else { p * w };

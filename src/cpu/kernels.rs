@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainder, split_remainder};
-use crate::options::Scalars;
+use crate::options::{Header, Live, Scalars};
 use crate::plan::column::{Master, Variant};
 use crate::plan::table::{CHUNK, Table};
 use crate::tensor::Dtype;
@@ -24,8 +24,21 @@ impl Default for Scratch {
 ///
 /// # Safety
 /// Every tensor with a gradient must have, at each of its `variant.operands()` addresses, `numel` elements of the
-/// variant's type that stay valid for the call; parameters and states are written by nothing else meanwhile.
-pub unsafe fn adam(table: &Table, variant: Variant, scalars: &Scalars) {
+/// variant's type that stay valid for the call; what the update writes is touched by nothing else meanwhile. The live
+/// addresses of a capturable launch must be those of one element each.
+pub unsafe fn adam(table: &Table, variant: Variant, header: &Header) {
+    let mut inv_scale = None;
+    let mut scalars = header.scalars;
+    if variant.capturable {
+        // SAFETY: the caller's promise for the live addresses.
+        let (lr, step, scale, skip) = unsafe { read_live(&header.live) };
+        if skip == 1 {
+            return;
+        }
+        inv_scale = Some(scale);
+        scalars = scalars.with_live(lr, header.bias_correction.then_some(step));
+    }
+    let scalars = &scalars;
     let chunks: Vec<(usize, u64)> = (0..table.len())
         .filter(|&tensor| table.addresses(tensor)[0] != 0)
         .flat_map(|tensor| (0..table.numel(tensor).div_ceil(CHUNK)).map(move |chunk| (tensor, chunk)))
@@ -36,10 +49,25 @@ pub unsafe fn adam(table: &Table, variant: Variant, scalars: &Scalars) {
         while start < end {
             let count = (end - start).min(BLOCK as u64);
             // SAFETY: the elements lie within the tensors by the caller's promise, and no other chunk has them.
-            unsafe { block(table.addresses(tensor), start as usize, count as usize, variant, scalars, scratch) };
+            unsafe {
+                block(table.addresses(tensor), start as usize, count as usize, variant, scalars, inv_scale, scratch)
+            };
             start += count;
         }
     });
+}
+
+/// Learning rate, step, inverse scale and skip flag of a capturable launch.
+///
+/// # Safety
+/// The addresses must hold one element each.
+unsafe fn read_live(live: &Live) -> (f32, i32, f32, i32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let float = |address: u64| *(address as *const f32);
+        let int = |address: u64| *(address as *const i32);
+        (float(live.lr), int(live.step), float(live.inv_scale), int(live.skip))
+    }
 }
 
 /// Updates `count` elements from `start`.
@@ -52,6 +80,7 @@ unsafe fn block(
     count: usize,
     variant: Variant,
     scalars: &Scalars,
+    inv_scale: Option<f32>,
     scratch: &mut Scratch,
 ) {
     let [g, p, m, v] = scratch.0.each_mut().map(|buffer| &mut buffer[..count]);
@@ -72,7 +101,12 @@ unsafe fn block(
             }
         }
     }
-    adam_update(scalars, g, p, m, v);
+    if let Some(inv_scale) = inv_scale {
+        g.iter_mut().for_each(|g| *g *= inv_scale);
+        // SAFETY: as above; a capturable step writes its gradients.
+        unsafe { store(variant.grad, grad, start, g) };
+    }
+    adam_update(scalars, variant.capturable, g, p, m, v);
     // SAFETY: as above.
     unsafe {
         store(variant.moment, exp_avg, start, m);
@@ -153,8 +187,8 @@ mod tests {
     use super::*;
     use crate::options::Options;
 
-    fn scalars() -> Scalars {
-        Scalars::new(&Options {
+    fn header() -> Header {
+        Header::new(&Options {
             lr: 0.01,
             beta1: 0.9,
             beta2: 0.95,
@@ -188,9 +222,10 @@ mod tests {
             let mut table = Table::default();
             assert!(table.push(count as u64));
             table.set_addresses(0, addresses);
-            let variant = Variant { grad: Dtype::BF16, param: Dtype::BF16, moment: Dtype::F32, master };
+            let variant =
+                Variant { grad: Dtype::BF16, param: Dtype::BF16, moment: Dtype::F32, master, capturable: false };
             // SAFETY: the vectors outlive the call and hold `count` elements of the variant's types.
-            unsafe { adam(&table, variant, &scalars()) };
+            unsafe { adam(&table, variant, &header()) };
         };
         let address = |pointer: *const u8| pointer as u64;
         for _ in 0..3 {
@@ -231,9 +266,15 @@ mod tests {
         assert!(table.push(10));
         let address = param.as_mut_ptr() as u64;
         table.set_addresses(0, [0, address, address, address, 0]);
-        let variant = Variant { grad: Dtype::F32, param: Dtype::F32, moment: Dtype::F32, master: Master::None };
+        let variant = Variant {
+            grad: Dtype::F32,
+            param: Dtype::F32,
+            moment: Dtype::F32,
+            master: Master::None,
+            capturable: false,
+        };
         // SAFETY: no tensor has a gradient, so no address is used.
-        unsafe { adam(&table, variant, &scalars()) };
+        unsafe { adam(&table, variant, &header()) };
         assert_eq!(param, before);
     }
 }

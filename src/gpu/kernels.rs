@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use crate::gpu::cache::Cache;
 use crate::gpu::driver::{Function, Gpu, Stream};
 use crate::gpu::nvrtc::{self, Compiled, File};
-use crate::options::Scalars;
+use crate::options::Header;
 use crate::plan::column::{Master, Variant};
 use crate::plan::table::{CHUNK, Table, capacity};
 
@@ -48,6 +48,7 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
         format!("-DPARAM={}", name(variant.param)),
         format!("-DMOMENT={}", name(variant.moment)),
         format!("-DMASTER={master}"),
+        format!("-DCAPTURABLE={}", u8::from(variant.capturable)),
         format!("-DCAPACITY={}", capacity(parameter_bytes, variant.operands())),
         format!("-DTHREADS={THREADS}"),
         format!("-DVECTOR={vector}"),
@@ -130,10 +131,10 @@ impl Kernels {
     ///
     /// # Safety
     /// Every tensor with a gradient has `numel` elements of the variant's types at its addresses, valid on `stream`.
-    pub unsafe fn launch(&mut self, variant: Variant, table: &Table, scalars: &Scalars, stream: Stream) -> Result<()> {
+    pub unsafe fn launch(&mut self, variant: Variant, table: &Table, header: &Header, stream: Stream) -> Result<()> {
         let (function, bytes) = self.function(variant, table)?;
         let operands = variant.operands();
-        table.write_parameter(scalars, operands, capacity(bytes, operands), &mut self.parameter);
+        table.write_parameter(header, operands, capacity(bytes, operands), &mut self.parameter);
         // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
         unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
     }
@@ -167,7 +168,14 @@ pub fn all_variants() -> Vec<Variant> {
     ] {
         for &master in masters {
             for grad in [F32, F16, BF16] {
-                variants.extend([F32, BF16].map(|moment| Variant { grad, param, moment, master }));
+                for moment in [F32, BF16] {
+                    let variant = Variant { grad, param, moment, master, capturable: false };
+                    variants.push(variant);
+                    // Transformer Engine has no capturable remainders.
+                    if master != Master::Remainder {
+                        variants.push(Variant { capturable: true, ..variant });
+                    }
+                }
             }
         }
     }

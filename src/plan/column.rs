@@ -58,6 +58,8 @@ pub struct Variant {
     pub moment: Dtype,
     /// Master.
     pub master: Master,
+    /// Hyperparameters read on the device, gradients unscaled and written back.
+    pub capturable: bool,
 }
 
 impl Variant {
@@ -74,7 +76,8 @@ impl Variant {
             Master::Remainder => "int16 remainder",
         };
         let [param, grad, moment] = [self.param, self.grad, self.moment].map(Dtype::torch_name);
-        format!("adam: {param} parameter, {grad} gradient, {moment} moments, {master}")
+        let mode = if self.capturable { ", capturable" } else { "" };
+        format!("adam: {param} parameter, {grad} gradient, {moment} moments, {master}{mode}")
     }
 }
 
@@ -115,6 +118,8 @@ pub struct Column {
     pub kind: Master,
     /// Storage type of the moments that the optimizer was built for.
     pub moment: Dtype,
+    /// Whether the optimizer is capturable.
+    pub capturable: bool,
 }
 
 /// Why a parameter cannot be updated.
@@ -184,7 +189,13 @@ impl Column {
         if !ordered {
             return Ok(Verdict::Unordered);
         }
-        let variant = Variant { grad: self.grad.dtype, param: param.dtype, moment: self.moment, master: self.kind };
+        let variant = Variant {
+            grad: self.grad.dtype,
+            param: param.dtype,
+            moment: self.moment,
+            master: self.kind,
+            capturable: self.capturable,
+        };
         let signature = Signature { numel: param.numel, variant, device: param.device };
         Ok(Verdict::Ready(Work { signature, addresses }))
     }
@@ -207,6 +218,7 @@ mod tests {
             master: Some(view(Dtype::I16, 80)),
             kind: Master::Remainder,
             moment: Dtype::F32,
+            capturable: false,
         }
     }
 

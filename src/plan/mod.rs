@@ -134,7 +134,7 @@ mod tests {
     fn work(numel: u64, kind: u8, address: u64) -> Work {
         let (grad, master) = [(Dtype::F32, Master::None), (Dtype::BF16, Master::Remainder), (Dtype::BF16, Master::F32)]
             [usize::from(kind % 3)];
-        let variant = Variant { grad, param: Dtype::BF16, moment: Dtype::F32, master };
+        let variant = Variant { grad, param: Dtype::BF16, moment: Dtype::F32, master, capturable: false };
         let device = Device::Cuda(u16::from(kind / 3));
         Work {
             signature: Signature { numel, variant, device },

@@ -2,7 +2,7 @@
 //! `kernels/adam.cu`. Integer arithmetic only. Invariant: `chunk_end` grows by at least one per tensor and stays below
 //! 2^31, so every block finds its tensor and no tensor is empty.
 
-use crate::options::Scalars;
+use crate::options::Header;
 
 /// Elements of a tensor that one block works on.
 pub const CHUNK: u64 = 4096;
@@ -10,13 +10,11 @@ pub const CHUNK: u64 = 4096;
 pub const OPERANDS: usize = 5;
 /// Blocks of one launch: the limit of a CUDA grid's first dimension.
 const MAX_CHUNKS: u64 = (1 << 31) - 1;
-/// Words before the address arrays: the scalars and the tensor count.
-const HEADER_WORDS: usize = 5;
 
 /// How many tensors fit into `bytes` of kernel parameters with `operands` addresses each.
 pub const fn capacity(bytes: usize, operands: usize) -> usize {
     // Even, so that the two arrays of u32 fill whole words.
-    ((bytes - HEADER_WORDS * 8) / (operands * 8 + 8)) & !1
+    ((bytes - Header::WORDS * 8) / (operands * 8 + 8)) & !1
 }
 
 /// Tensors of one launch.
@@ -79,13 +77,12 @@ impl Table {
     }
 
     /// The kernel's parameter: the table for a kernel compiled for `capacity` tensors of `operands` addresses.
-    pub fn write_parameter(&self, scalars: &Scalars, operands: usize, capacity: usize, words: &mut Vec<u64>) {
+    pub fn write_parameter(&self, header: &Header, operands: usize, capacity: usize, words: &mut Vec<u64>) {
         assert!(self.len() <= capacity, "the launch holds fewer tensors than the table");
         words.clear();
-        words.resize(HEADER_WORDS + capacity * (operands + 1), 0);
-        words[..4].copy_from_slice(&scalars.words());
-        words[4] = self.len() as u64;
-        let (arrays, halves) = words[HEADER_WORDS..].split_at_mut(operands * capacity);
+        words.resize(Header::WORDS + capacity * (operands + 1), 0);
+        words[..Header::WORDS].copy_from_slice(&header.words(self.len()));
+        let (arrays, halves) = words[Header::WORDS..].split_at_mut(operands * capacity);
         for (operand, array) in arrays.chunks_exact_mut(capacity).enumerate() {
             for (word, row) in array.iter_mut().zip(&self.addresses) {
                 *word = row[operand];
@@ -108,7 +105,7 @@ mod tests {
 
     fn parameter(table: &Table, operands: usize, capacity: usize) -> Vec<u64> {
         let mut words = vec![u64::MAX; 3];
-        table.write_parameter(&Scalars::default(), operands, capacity, &mut words);
+        table.write_parameter(&Header::default(), operands, capacity, &mut words);
         words
     }
 
@@ -167,12 +164,12 @@ mod tests {
             let bytes: Vec<u8> = parameter(&table, operands, capacity).iter().flat_map(|w| w.to_le_bytes()).collect();
             let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
             let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-            prop_assert_eq!(u32_at(32) as usize, rows.len());
+            prop_assert_eq!(u32_at(64) as usize, rows.len());
             for (tensor, (numel, addresses)) in rows.iter().enumerate() {
                 for (operand, &address) in addresses.iter().enumerate().take(operands) {
-                    prop_assert_eq!(u64_at(40 + 8 * (operand * capacity + tensor)), address);
+                    prop_assert_eq!(u64_at(72 + 8 * (operand * capacity + tensor)), address);
                 }
-                let ends = 40 + 8 * operands * capacity;
+                let ends = 72 + 8 * operands * capacity;
                 let before = if tensor == 0 { 0 } else { u32_at(ends + 4 * (tensor - 1)) };
                 let chunks = u64::from(u32_at(ends + 4 * tensor) - before);
                 let tail = u64::from(u32_at(ends + 4 * capacity + 4 * tensor));

@@ -3,9 +3,9 @@
 use pyo3::prelude::*;
 
 use crate::gpu::kernels::{self, LARGE_PARAMETERS, SMALL_PARAMETERS};
-use crate::python::device::{VariantNames, variant_from, variant_names};
+use crate::python::device::{OwnedNames, VariantNames, variant_from, variant_names};
 
-/// Every combination of storage types that has a kernel: (gradient, parameter, moments, master).
+/// Every combination of storage types that has a kernel: (gradient, parameter, moments, master, mode).
 #[pyfunction]
 pub fn kernel_variants() -> Vec<VariantNames> {
     kernels::all_variants().into_iter().map(variant_names).collect()
@@ -14,11 +14,7 @@ pub fn kernel_variants() -> Vec<VariantNames> {
 /// Compiles one kernel for compute capability `arch` (90 for sm_90) with NVRTC; returns (machine code, compiler's log).
 /// Needs no GPU. RuntimeError without NVRTC or if the source does not compile.
 #[pyfunction]
-pub fn compile_kernel(
-    variant: (String, String, String, String),
-    arch: i32,
-    large: bool,
-) -> PyResult<(Vec<u8>, String)> {
+pub fn compile_kernel(variant: OwnedNames, arch: i32, large: bool) -> PyResult<(Vec<u8>, String)> {
     let bytes = if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS };
     let compiled = kernels::compile(&kernels::options(variant_from(variant)?, bytes, arch))?;
     Ok((compiled.cubin, compiled.log))

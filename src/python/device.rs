@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use crate::cpu;
 use crate::gpu::driver::Stream;
 use crate::gpu::kernels::{Kernels, Proof};
-use crate::options::Scalars;
+use crate::options::Header;
 use crate::plan::column::{Master, Variant};
 use crate::plan::{Bucket, GroupPlan};
 use crate::python::reader::Torch;
@@ -75,7 +75,7 @@ pub fn readiness(plan: &GroupPlan) -> Readiness {
 ///
 /// # Safety
 /// The addresses in the bucket's tables must be those of live tensors, read by the reader since Python last ran.
-pub unsafe fn launch(py: Python<'_>, bucket: &Bucket, scalars: &Scalars) -> PyResult<u64> {
+pub unsafe fn launch(py: Python<'_>, bucket: &Bucket, header: &Header) -> PyResult<u64> {
     let mut launches = 0;
     for table in bucket.tables.iter().filter(|table| table.has_work()) {
         match bucket.device {
@@ -83,13 +83,13 @@ pub unsafe fn launch(py: Python<'_>, bucket: &Bucket, scalars: &Scalars) -> PyRe
                 let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
                 with_kernels(device, |kernels| {
                     // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this stream.
-                    unsafe { kernels.launch(bucket.variant, table, scalars, stream) }
+                    unsafe { kernels.launch(bucket.variant, table, header, stream) }
                 })?;
             }
             Device::Cpu | Device::Other => {
                 // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace a
                 // tensor meanwhile.
-                unsafe { cpu::kernels::adam(table, bucket.variant, scalars) };
+                unsafe { cpu::kernels::adam(table, bucket.variant, header) };
             }
         }
         launches += 1;
@@ -97,8 +97,10 @@ pub unsafe fn launch(py: Python<'_>, bucket: &Bucket, scalars: &Scalars) -> PyRe
     Ok(launches)
 }
 
-/// A variant as Python sees it: (gradient, parameter, moments, master).
-pub type VariantNames = (&'static str, &'static str, &'static str, &'static str);
+/// A variant as Python sees it: (gradient, parameter, moments, master, mode).
+pub type VariantNames = (&'static str, &'static str, &'static str, &'static str, &'static str);
+/// The same, coming back.
+pub type OwnedNames = (String, String, String, String, String);
 
 /// Names of a variant.
 pub fn variant_names(variant: Variant) -> VariantNames {
@@ -107,11 +109,12 @@ pub fn variant_names(variant: Variant) -> VariantNames {
         Master::F32 => "float32",
         Master::Remainder => "remainder",
     };
-    (variant.grad.torch_name(), variant.param.torch_name(), variant.moment.torch_name(), master)
+    let mode = if variant.capturable { "capturable" } else { "host" };
+    (variant.grad.torch_name(), variant.param.torch_name(), variant.moment.torch_name(), master, mode)
 }
 
 /// The variant of these names.
-pub fn variant_from(names: (String, String, String, String)) -> PyResult<Variant> {
+pub fn variant_from(names: OwnedNames) -> PyResult<Variant> {
     let dtype = |name: &str| {
         let known = [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().find(|dtype| dtype.torch_name() == name);
         known.ok_or_else(|| PyValueError::new_err(format!("no kernel takes {name}")))
@@ -122,12 +125,17 @@ pub fn variant_from(names: (String, String, String, String)) -> PyResult<Variant
         "remainder" => Master::Remainder,
         other => return Err(PyValueError::new_err(format!("no kind of master is called {other}"))),
     };
-    Ok(Variant { grad: dtype(&names.0)?, param: dtype(&names.1)?, moment: dtype(&names.2)?, master })
+    let capturable = match names.4.as_str() {
+        "host" => false,
+        "capturable" => true,
+        other => return Err(PyValueError::new_err(format!("no mode is called {other}"))),
+    };
+    Ok(Variant { grad: dtype(&names.0)?, param: dtype(&names.1)?, moment: dtype(&names.2)?, master, capturable })
 }
 
 /// Remembers whether a kernel gave stock's bits on a device: `reason` is None if it did.
 #[pyfunction]
-pub fn record_proof(device: u16, variant: (String, String, String, String), reason: Option<String>) -> PyResult<()> {
+pub fn record_proof(device: u16, variant: OwnedNames, reason: Option<String>) -> PyResult<()> {
     let variant = variant_from(variant)?;
     with_kernels(device, |kernels| {
         kernels.record(variant, reason.map_or(Proof::Equal, Proof::Unusable));

@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::cpu::arithmetic::adam_update;
-use crate::options::{Options, Scalars};
+use crate::options::{Header, Live, Options, Scalars};
 use crate::plan::GroupPlan;
 use crate::plan::column::{Column, Master, Verdict, Work};
 use crate::python::device::{launch, parameter_bytes};
@@ -33,26 +33,71 @@ pub fn multi_tensor_adam(
     weight_decay: f64,
     remainder: bool,
 ) -> PyResult<()> {
-    let count = tensor_lists.first().map_or(0, Vec::len);
-    let expected = if remainder { 5..=5 } else { 4..=5 };
-    if !expected.contains(&tensor_lists.len()) || tensor_lists.iter().any(|list| list.len() != count) {
-        let lengths: Vec<usize> = tensor_lists.iter().map(Vec::len).collect();
-        return Err(PyRuntimeError::new_err(format!(
-            "expected 4 or 5 lists of equal lengths, got lengths {lengths:?}"
-        )));
-    }
     let kind = match (tensor_lists.len(), remainder) {
-        (4, _) => Master::None,
+        (4, false) => Master::None,
         (_, false) => Master::F32,
         (_, true) => Master::Remainder,
     };
+    let (bias_correction, adam_w) = (bias_correction != 0, mode == 1);
+    let options = Options { lr, beta1, beta2, eps, weight_decay, bias_correction, adam_w, step };
     let reader = Reader::new(py)?;
+    run(py, &reader, &tensor_lists, kind, false, &Header::new(&options))
+}
+
+/// As `multi_tensor_adam`, with hyperparameters that are read on the device: `lr` and `inv_scale` fp32, `step` and `skip`
+/// int32, one element each. Gradients are multiplied by `inv_scale` and written back; nothing is written if `skip` is 1.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "the signature is Transformer Engine's")]
+pub fn multi_tensor_adam_capturable<'py>(
+    py: Python<'py>,
+    tensor_lists: Vec<Vec<Bound<'py, PyAny>>>,
+    lr: &Bound<'py, PyAny>,
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    step: &Bound<'py, PyAny>,
+    mode: i64,
+    bias_correction: i64,
+    weight_decay: f64,
+    inv_scale: &Bound<'py, PyAny>,
+    skip: &Bound<'py, PyAny>,
+) -> PyResult<()> {
+    let kind = if tensor_lists.len() == 4 { Master::None } else { Master::F32 };
+    let (bias_correction, adam_w) = (bias_correction != 0, mode == 1);
+    let options = Options { lr: 0.0, beta1, beta2, eps, weight_decay, bias_correction, adam_w, step: 0 };
+    let reader = Reader::new(py)?;
+    let device = match tensor_lists.first().and_then(|list| list.first()) {
+        Some(tensor) => reader.view(tensor)?.device,
+        None => return Ok(()),
+    };
+    let live = Live {
+        lr: reader.one("lr", lr, Dtype::F32, device)?,
+        step: reader.one("step", step, Dtype::I32, device)?,
+        inv_scale: reader.one("inv_scale", inv_scale, Dtype::F32, device)?,
+        skip: reader.one("skip", skip, Dtype::I32, device)?,
+    };
+    run(py, &reader, &tensor_lists, kind, true, &Header::live(&options, live))
+}
+
+fn run(
+    py: Python<'_>,
+    reader: &Reader<'_>,
+    lists: &[Vec<Bound<'_, PyAny>>],
+    kind: Master,
+    capturable: bool,
+    header: &Header,
+) -> PyResult<()> {
+    let count = lists.first().map_or(0, Vec::len);
+    let expected = if kind == Master::None { 4 } else { 5 };
+    if lists.len() != expected || lists.iter().any(|list| list.len() != count) {
+        let lengths: Vec<usize> = lists.iter().map(Vec::len).collect();
+        return Err(PyRuntimeError::new_err(format!("expected {expected} lists of equal lengths, got {lengths:?}")));
+    }
     let mut works: Vec<Option<Work>> = Vec::with_capacity(count);
     let mut device = Device::Cpu;
     for index in 0..count {
-        let tensors: Vec<&Bound<'_, PyAny>> = tensor_lists.iter().map(|list| &list[index]).collect();
+        let tensors: Vec<&Bound<'_, PyAny>> = lists.iter().map(|list| &list[index]).collect();
         let views = tensors.iter().map(|tensor| reader.view(tensor)).collect::<PyResult<Vec<_>>>()?;
-        let moment = if views[2].dtype == Dtype::BF16 { Dtype::BF16 } else { Dtype::F32 };
         let column = Column {
             grad: views[0],
             param: views[1],
@@ -60,7 +105,8 @@ pub fn multi_tensor_adam(
             exp_avg_sq: views[3],
             master: views.get(4).copied(),
             kind,
-            moment,
+            moment: if views[2].dtype == Dtype::BF16 { Dtype::BF16 } else { Dtype::F32 },
+            capturable,
         };
         let place = Place { group: 0, index };
         match column.check().map_err(|fault| raise(fault, place, tensors[1], tensors[role(fault) as usize]))? {
@@ -74,13 +120,11 @@ pub fn multi_tensor_adam(
             }
         }
     }
-    let options =
-        Options { lr, beta1, beta2, eps, weight_decay, bias_correction: bias_correction != 0, adam_w: mode == 1, step };
     let mut plan = GroupPlan::default();
     plan.update(&works, parameter_bytes(device));
     for bucket in plan.buckets() {
         // SAFETY: the addresses were read in this call, from tensors that the lists hold.
-        unsafe { launch(py, bucket, &Scalars::new(&options)) }?;
+        unsafe { launch(py, bucket, header) }?;
     }
     Ok(())
 }
@@ -112,7 +156,7 @@ pub fn adam_reference<'py>(
         return Err(PyValueError::new_err("the arrays have different lengths"));
     }
     let [p, m, v] = &mut states;
-    adam_update(&scalars, &g, p, m, v);
+    adam_update(&scalars, false, &g, p, m, v);
     let [p, m, v] = states.map(|state| state.into_pyarray(py));
     Ok((p, m, v))
 }

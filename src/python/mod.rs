@@ -17,7 +17,7 @@ mod _core {
     #[pymodule_export]
     use super::device::{proofs, record_proof};
     #[pymodule_export]
-    use super::lists::{adam_reference, multi_tensor_adam};
+    use super::lists::{adam_reference, multi_tensor_adam, multi_tensor_adam_capturable};
     #[pymodule_export]
     use super::step::Plan;
 }

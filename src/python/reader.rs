@@ -7,7 +7,7 @@ use std::mem::MaybeUninit;
 use std::ptr;
 
 use dlpack_rs::ffi::{DLDataTypeCode, DLDeviceType, DLPackExchangeAPI, DLTensor};
-use pyo3::exceptions::{PyAttributeError, PyRuntimeError};
+use pyo3::exceptions::{PyAttributeError, PyRuntimeError, PyTypeError};
 use pyo3::ffi as c;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -78,7 +78,7 @@ struct Class<'py> {
 pub struct Torch {
     exchange: Option<Exchange>,
     tensor: Py<PyType>,
-    dtypes: [(Py<PyAny>, Dtype); 4],
+    dtypes: [(Py<PyAny>, Dtype); 5],
     plain_dispatch: Py<PyAny>,
     current_raw_stream: Py<PyAny>,
     disable_torch_function: Py<PyAny>,
@@ -121,6 +121,7 @@ impl Torch {
                 dtype("float16", Dtype::F16)?,
                 dtype("bfloat16", Dtype::BF16)?,
                 dtype("int16", Dtype::I16)?,
+                dtype("int32", Dtype::I32)?,
             ],
             plain_dispatch: native.getattr("_disabled_torch_dispatch_impl")?.unbind(),
             current_raw_stream,
@@ -289,6 +290,7 @@ impl<'py> Reader<'py> {
                 (DLDataTypeCode::kDLFloat, 16, 1) => Dtype::F16,
                 (DLDataTypeCode::kDLBfloat, 16, 1) => Dtype::BF16,
                 (DLDataTypeCode::kDLInt, 16, 1) => Dtype::I16,
+                (DLDataTypeCode::kDLInt, 32, 1) => Dtype::I32,
                 _ => Dtype::Other,
             };
             let device = match out.device.device_type {
@@ -315,6 +317,21 @@ impl<'py> Reader<'py> {
             _ => Device::Other,
         };
         Ok(View::new(address, &shape, &strides, dtype, device))
+    }
+
+    /// Address of a tensor of one element.
+    pub fn one(&self, name: &str, tensor: &Bound<'py, PyAny>, dtype: Dtype, device: Device) -> PyResult<u64> {
+        let view = self.view(tensor)?;
+        if view.numel == 1 && view.dtype == dtype && view.device == device {
+            return Ok(view.address);
+        }
+        Err(PyTypeError::new_err(format!(
+            "FusedAdam: capturable mode takes {name} as a tensor of one torch.{} on {device}, got {} of shape {} on {}",
+            dtype.torch_name(),
+            tensor.getattr("dtype")?,
+            tensor.getattr("shape")?,
+            tensor.getattr("device")?
+        )))
     }
 
     fn check_storage(&self, tensor: &Bound<'py, PyAny>) -> PyResult<()> {

@@ -7,7 +7,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PyString};
 
-use crate::options::{Options, Scalars};
+use crate::options::{Header, Live, Options};
 use crate::plan::GroupPlan;
 use crate::plan::column::{Column, Master, Role, Verdict, Work};
 use crate::python::device::{Readiness, VariantNames, launch, parameter_bytes, readiness, variant_names};
@@ -21,6 +21,7 @@ struct Switches {
     remainders: bool,
     decoupled_grad: bool,
     adam_w: bool,
+    capturable: bool,
     moment: Dtype,
     /// Why no kernel of ours serves these switches.
     unserved: Option<&'static str>,
@@ -35,9 +36,7 @@ impl Switches {
         let dtype = |name: &Bound<'_, PyString>| PyResult::Ok(torch.dtype(&dtypes.get_item(name)?));
         let (exp_avg, exp_avg_sq) = (dtype(intern!(py, "exp_avg"))?, dtype(intern!(py, "exp_avg_sq"))?);
         let master_weights = flag(intern!(py, "master_weights"))?;
-        let unserved = if flag(intern!(py, "capturable"))? {
-            Some("capturable mode")
-        } else if exp_avg != exp_avg_sq || !matches!(exp_avg, Dtype::F32 | Dtype::BF16) {
+        let unserved = if exp_avg != exp_avg_sq || !matches!(exp_avg, Dtype::F32 | Dtype::BF16) {
             Some("moments that are not both float32 or both bfloat16")
         } else if master_weights && dtype(intern!(py, "master_param"))? != Dtype::F32 {
             Some("masters that are not float32")
@@ -49,6 +48,7 @@ impl Switches {
             remainders: flag(intern!(py, "store_param_remainders"))?,
             decoupled_grad: flag(intern!(py, "use_decoupled_grad"))?,
             adam_w: optimizer.getattr(intern!(py, "adam_w_mode"))?.extract::<i64>()? == 1,
+            capturable: flag(intern!(py, "capturable"))?,
             moment: exp_avg,
             unserved,
         })
@@ -63,8 +63,11 @@ impl Switches {
     }
 }
 
-fn read_options<'py>(group: &Bound<'py, PyDict>, adam_w: bool, step: i64) -> PyResult<Options> {
+/// A group's hyperparameters. In capturable mode lr and step are on the device and not read here.
+fn read_options<'py>(group: &Bound<'py, PyDict>, switches: &Switches) -> PyResult<Options> {
     let py = group.py();
+    let Switches { adam_w, capturable, .. } = *switches;
+    let step = if capturable { 0 } else { next_step(group)? };
     let get = |name: &Bound<'py, PyString>| group.get_item(name)?.ok_or_else(|| PyKeyError::new_err(name.to_string()));
     let betas: Vec<f64> =
         get(intern!(py, "betas"))?.try_iter()?.map(|beta| beta?.extract()).collect::<PyResult<_>>()?;
@@ -72,7 +75,7 @@ fn read_options<'py>(group: &Bound<'py, PyDict>, adam_w: bool, step: i64) -> PyR
         return Err(PyValueError::new_err(format!("betas must be two numbers, got {}", betas.len())));
     };
     Ok(Options {
-        lr: get(intern!(py, "lr"))?.extract()?,
+        lr: if capturable { 0.0 } else { get(intern!(py, "lr"))?.extract()? },
         beta1,
         beta2,
         eps: get(intern!(py, "eps"))?.extract()?,
@@ -81,6 +84,51 @@ fn read_options<'py>(group: &Bound<'py, PyDict>, adam_w: bool, step: i64) -> PyR
         adam_w,
         step,
     })
+}
+
+/// (step, inv_scale, skip) of a group on its device.
+type LiveTensors<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+/// The header of a capturable step. A learning rate elsewhere is copied to the group's device and kept in `moved` until
+/// the launch.
+fn read_live<'py>(
+    reader: &mut Reader<'py>,
+    group: &Bound<'py, PyDict>,
+    options: &Options,
+    plan: &GroupPlan,
+    live: &[LiveTensors<'py>],
+    index: usize,
+    moved: &mut Vec<Bound<'py, PyAny>>,
+) -> PyResult<Header> {
+    let py = group.py();
+    let mut devices = plan.buckets().iter().map(|bucket| bucket.device);
+    let Some(device) = devices.next() else { return Ok(Header::live(options, Live::default())) };
+    if devices.any(|other| other != device) {
+        return Err(PyRuntimeError::new_err(format!(
+            "FusedAdam: group {index} has parameters on several devices, which capturable mode does not take; \
+             give each device a group of its own"
+        )));
+    }
+    let (step, inv_scale, skip) = &live[index];
+    let mut lr = group.get_item(intern!(py, "lr"))?.ok_or_else(|| PyKeyError::new_err("lr"))?;
+    if reader.kind(&lr)? != Kind::Plain {
+        return Err(PyTypeError::new_err(format!(
+            "FusedAdam: capturable mode takes the learning rate of group {index} as a tensor, got {lr}; \
+             set it to torch.tensor(lr, dtype=torch.float32, device=...)"
+        )));
+    }
+    if reader.view(&lr)?.device != device {
+        let device = skip.getattr(intern!(py, "device"))?;
+        lr = lr.call_method1(intern!(py, "to"), (device,))?;
+        moved.push(lr.clone());
+    }
+    let live = Live {
+        lr: reader.one("lr", &lr, Dtype::F32, device)?,
+        step: reader.one("step", step, Dtype::I32, device)?,
+        inv_scale: reader.one("inv_scale", inv_scale, Dtype::F32, device)?,
+        skip: reader.one("skip", skip, Dtype::I32, device)?,
+    };
+    Ok(Header::live(options, live))
 }
 
 /// The group's counter as the coming step will have it.
@@ -232,6 +280,7 @@ impl<'py> GroupReader<'_, 'py> {
             master: None,
             kind: Master::None,
             moment: Dtype::F32,
+            capturable: false,
         };
         column.check().map_err(|fault| faults::raise(fault, place, param, grad)).map(|_| ())
     }
@@ -285,6 +334,7 @@ impl<'py> GroupReader<'_, 'py> {
             master: master.as_ref().map(|(_, view)| *view),
             kind,
             moment: self.switches.moment,
+            capturable: self.switches.capturable,
         };
         let tensors = [Some(grad), Some(local), Some(exp_avg), Some(exp_avg_sq), master.map(|(tensor, _)| tensor)];
         let verdict = column.check().map_err(|fault| {
@@ -313,7 +363,8 @@ impl<'py> GroupReader<'_, 'py> {
             let view = self.view(&copy, place, param, role)?;
             *slot = Some(view);
             if view.address != self.view(&original, place, param, role)?.address {
-                self.staged.push(Staged { original, copy, written: role != Role::Grad });
+                let written = role != Role::Grad || self.switches.capturable;
+                self.staged.push(Staged { original, copy, written });
             }
         }
         let [Some(grad), Some(param_view), Some(exp_avg), Some(exp_avg_sq), master] = views else {
@@ -375,7 +426,8 @@ impl Plan {
 
     /// Takes one step, or returns what has to be done first. `mode`: "auto", "native" or "te". `served`: groups already
     /// stepped in a lower tier. `strict_parity`: the release refuses DTensors beside plain tensors.
-    /// `count_empty`: the release advances the counter of a group without parameters.
+    /// `count_empty`: the release advances the counter of a group without parameters. `live`: in capturable mode the
+    /// (step, inv_scale, skip) of each group, one-element tensors; counters are then the caller's to advance.
     fn step<'py>(
         &mut self,
         optimizer: &Bound<'py, PyAny>,
@@ -383,6 +435,7 @@ impl Plan {
         served: Vec<usize>,
         strict_parity: bool,
         count_empty: bool,
+        live: Option<Vec<LiveTensors<'py>>>,
     ) -> PyResult<Option<Todo<'py>>> {
         let py = optimizer.py();
         let switches = Switches::read(optimizer)?;
@@ -393,8 +446,8 @@ impl Plan {
         self.groups.truncate(groups.len());
         self.groups.resize_with(groups.len(), GroupRecord::default);
 
-        let mut ready: Vec<(usize, Bound<'py, PyDict>, Scalars)> = Vec::with_capacity(groups.len());
-        let mut uncounted = Vec::new();
+        let mut ready: Vec<(usize, Bound<'py, PyDict>, Header)> = Vec::with_capacity(groups.len());
+        let (mut uncounted, mut moved) = (Vec::new(), Vec::new());
         let (mut uninitialised, mut unproven, mut lower) = (Vec::new(), Vec::new(), Vec::new());
         for (index, group) in groups.iter().enumerate() {
             if served.contains(&index) {
@@ -416,7 +469,7 @@ impl Plan {
                 }
                 continue;
             }
-            let scalars = Scalars::new(&read_options(group, switches.adam_w, next_step(group)?)?);
+            let options = read_options(group, &switches)?;
             let mut group_reader = GroupReader {
                 reader: &mut reader,
                 walk: &mut walk,
@@ -441,7 +494,15 @@ impl Plan {
                         continue;
                     }
                     match readiness(&record.plan) {
-                        Readiness::Ready => ready.push((index, group.clone(), scalars)),
+                        Readiness::Ready => {
+                            let header = match &live {
+                                None => Header::new(&options),
+                                Some(live) => {
+                                    read_live(&mut reader, group, &options, &record.plan, live, index, &mut moved)?
+                                }
+                            };
+                            ready.push((index, group.clone(), header));
+                        }
                         Readiness::Unproven(variants) => unproven.extend(variants),
                         Readiness::Unusable(reason) if mode == "native" => {
                             return Err(PyRuntimeError::new_err(format!(
@@ -469,14 +530,16 @@ impl Plan {
             return Ok(Some(Todo::Lower(("lower", lower))));
         }
 
-        for group in uncounted.iter().chain(ready.iter().map(|(_, group, _)| group)) {
-            advance(group)?;
+        if live.is_none() {
+            for group in uncounted.iter().chain(ready.iter().map(|(_, group, _)| group)) {
+                advance(group)?;
+            }
         }
-        for (index, _, scalars) in &ready {
+        for (index, _, header) in &ready {
             let record = &mut self.groups[*index];
             for bucket in record.plan.buckets() {
                 // SAFETY: the addresses were read in this call; since then only counters were written.
-                record.launches += unsafe { launch(py, bucket, scalars) }?;
+                record.launches += unsafe { launch(py, bucket, header) }?;
             }
             record.steps += 1;
         }
