@@ -446,6 +446,8 @@ impl Plan {
         self.groups.truncate(groups.len());
         self.groups.resize_with(groups.len(), GroupRecord::default);
 
+        // Stock orders counters and flags of capturable groups among themselves; lists alone would not.
+        let below = if switches.capturable { "stock" } else { "replay" };
         let mut ready: Vec<(usize, Bound<'py, PyDict>, Header)> = Vec::with_capacity(groups.len());
         let (mut uncounted, mut moved) = (Vec::new(), Vec::new());
         let (mut uninitialised, mut unproven, mut lower) = (Vec::new(), Vec::new(), Vec::new());
@@ -489,8 +491,8 @@ impl Plan {
                     record.plan.update(&works, parameter_bytes(device));
                     (record.tier, record.reason) = ("native", String::new());
                     if mode == "te" {
-                        (record.tier, record.reason) = ("replay", "kernels=\"te\"".to_owned());
-                        lower.push((index, "replay"));
+                        (record.tier, record.reason) = (below, "kernels=\"te\"".to_owned());
+                        lower.push((index, below));
                         continue;
                     }
                     match readiness(&record.plan) {
@@ -510,8 +512,8 @@ impl Plan {
                             )));
                         }
                         Readiness::Unusable(reason) => {
-                            (record.tier, record.reason) = ("replay", reason);
-                            lower.push((index, "replay"));
+                            (record.tier, record.reason) = (below, reason);
+                            lower.push((index, below));
                         }
                     }
                 }
