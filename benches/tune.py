@@ -3,8 +3,8 @@ accesses in flight, elements per block.
 
     python benches/tune.py [--quick]
 
-Needs torch and cuda-bindings. Compiles kernels/adam.cu itself, so that any constants can be tried; prints, per case, the
-milliseconds of an update of 1,000 tensors of 1,048,576 elements and the share of this GPU's copy rate it reaches.
+Needs torch and cuda-bindings. Compiles kernels/adam.cu itself, so that any constants can be tried; prints, per case,
+the milliseconds of an update of 1,000 tensors of 1,048,576 elements and the share of this GPU's copy rate it reaches.
 """
 
 from __future__ import annotations

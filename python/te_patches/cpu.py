@@ -160,15 +160,25 @@ def _check(lists: list[list[Any]], expected: int, chunk_size: int) -> None:
             raise RuntimeError(f"Expected all {role} tensors of a call to have one dtype")
 
 
+def _sized(lists: list[list[Any]]) -> list[list[Any]]:
+    """Sizes come from the gradients: 2.10 and 2.11 pass states of a DTensor's global shape beside its local shard."""
+
+    def fit(tensor: Any, grad: Any) -> Any:
+        larger = tensor.numel() > grad.numel()
+        return tensor.detach().view(-1)[: grad.numel()].view(grad.shape) if larger else tensor
+
+    return [[fit(tensor, grad) for tensor, grad in zip(tensors, lists[0], strict=True)] for tensors in lists]
+
+
 def _adam(remainder: bool, chunk_size: int, noop_flag: Any, lists: list[list[Any]], *arguments: Any) -> None:
     _check(lists, 5 if remainder else 0, chunk_size)
     lr, beta1, beta2, eps, step, *others = arguments
-    _core.multi_tensor_adam(lists, float(lr), beta1, beta2, eps, int(step), *others, remainder)
+    _core.multi_tensor_adam(_sized(lists), float(lr), beta1, beta2, eps, int(step), *others, remainder)
 
 
 def _adam_capturable(expected: int, chunk_size: int, noop_flag: Any, lists: list[list[Any]], *arguments: Any) -> None:
     _check(lists, expected, chunk_size)
-    _core.multi_tensor_adam_capturable(lists, *arguments, noop_flag)
+    _core.multi_tensor_adam_capturable(_sized(lists), *arguments, noop_flag)
 
 
 def _build_on_cpu(optimizer: Any) -> None:

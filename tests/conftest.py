@@ -1,0 +1,63 @@
+"""What every test needs: Transformer Engine (the real one beside a GPU, else its Python files on CPU kernels), a fresh
+seed, and patches that never outlive their test.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import te_patches.cpu
+import te_release
+
+GPU = torch.cuda.is_available()
+
+if GPU:
+    import transformer_engine.pytorch  # noqa: F401
+else:
+    sys.path.insert(0, str(te_release.fetch(te_release.chosen())))
+    te_patches.cpu.enable()
+
+
+def pytest_report_header() -> str:
+    where = torch.cuda.get_device_name() if GPU else "CPU kernels in place of its compiled part"
+    return f"Transformer Engine {te_patches._releases._version()} on {where}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        needs_gpu = item.get_closest_marker("gpu") is not None
+        if needs_gpu and not GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU and the whole of Transformer Engine"))
+        elif GPU and not needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="a CPU test: stock Transformer Engine takes no CPU tensors"))
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TE_PATCHES", raising=False)
+    torch.manual_seed(1234)
+    yield
+    te_patches.revert()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernel_cache():
+    """Compiled kernels of a run stay out of the user's cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("TE_PATCHES_CACHE", folder)
+        yield
+
+
+@pytest.fixture
+def optimizer_class():
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    return FusedAdam
