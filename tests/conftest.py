@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ import te_release
 GPU = torch.cuda.is_available()
 
 if GPU:
-    import transformer_engine.pytorch  # noqa: F401
+    with warnings.catch_warnings():
+        # It warns of frameworks it was not built for.
+        warnings.simplefilter("ignore")
+        import transformer_engine.pytorch  # noqa: F401
 else:
     sys.path.insert(0, str(te_release.fetch(te_release.chosen())))
     te_patches.cpu.enable()
