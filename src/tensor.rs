@@ -87,6 +87,8 @@ pub struct View {
     pub numel: u64,
     /// Hash of the shape.
     pub shape: u64,
+    /// Address of the shape: part of torch's record of the tensor.
+    pub record: u64,
     /// Memory order.
     pub layout: Layout,
     /// Storage type.
@@ -107,7 +109,8 @@ impl View {
             hash = fnv(hash, size);
         }
         let layout = if contiguous || numel == 0 { Layout::CONTIGUOUS } else { dense_layout(shape, strides) };
-        View { address, numel: numel as u64, shape: hash, layout, dtype, device }
+        let record = shape.as_ptr() as u64;
+        View { address, numel: numel as u64, shape: hash, record, layout, dtype, device }
     }
 }
 

@@ -35,10 +35,9 @@ impl Bucket {
     }
 }
 
-/// Where a parameter's work stands.
+/// Where a parameter's work stands; its kind is that of the bucket and its size that in the table.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
-    signature: Signature,
     bucket: u32,
     table: u32,
     index: u32,
@@ -56,7 +55,7 @@ impl GroupPlan {
     /// Takes this step's works, one per parameter (`None`: no gradient or no elements), and plans anew if they are not
     /// of the kind planned for. `parameter_bytes` is the size of kernel parameters a launch may use.
     pub fn update(&mut self, works: &[Option<Work>], parameter_bytes: usize) {
-        if works.len() != self.slots.len() || !works.iter().zip(&self.slots).all(|(work, slot)| fits(work, slot)) {
+        if works.len() != self.slots.len() || !works.iter().zip(&self.slots).all(|(work, slot)| self.fits(work, slot)) {
             self.build(works, parameter_bytes);
         }
         for (work, slot) in works.iter().zip(&self.slots) {
@@ -75,7 +74,7 @@ impl GroupPlan {
             .enumerate()
             .map(|(i, work)| match work {
                 Some(work) => Some(work.signature),
-                None if same_length => self.slots[i].map(|slot| slot.signature),
+                None if same_length => self.slots[i].map(|slot| self.signature(slot)),
                 None => None,
             })
             .collect();
@@ -91,9 +90,23 @@ impl GroupPlan {
                     self.buckets.len() - 1
                 });
                 let (table, index) = self.buckets[bucket].push(numel, parameter_bytes);
-                Slot { signature, bucket: bucket as u32, table, index }
+                Slot { bucket: bucket as u32, table, index }
             });
             self.slots.push(slot);
+        }
+    }
+
+    fn signature(&self, slot: Slot) -> Signature {
+        let bucket = &self.buckets[slot.bucket as usize];
+        let numel = bucket.tables[slot.table as usize].numel(slot.index as usize);
+        Signature { numel, variant: bucket.variant, device: bucket.device }
+    }
+
+    fn fits(&self, work: &Option<Work>, slot: &Option<Slot>) -> bool {
+        match (work, slot) {
+            (Some(work), Some(slot)) => work.signature == self.signature(*slot),
+            (Some(_), None) => false,
+            (None, _) => true,
         }
     }
 
@@ -110,15 +123,7 @@ impl GroupPlan {
     /// Tensors planned for, and their elements.
     pub fn size(&self) -> (usize, u64) {
         let planned = self.slots.iter().flatten();
-        planned.fold((0, 0), |(tensors, elements), slot| (tensors + 1, elements + slot.signature.numel))
-    }
-}
-
-fn fits(work: &Option<Work>, slot: &Option<Slot>) -> bool {
-    match (work, slot) {
-        (Some(work), Some(slot)) => work.signature == slot.signature,
-        (Some(_), None) => false,
-        (None, _) => true,
+        planned.fold((0, 0), |(tensors, elements), &slot| (tensors + 1, elements + self.signature(slot).numel))
     }
 }
 

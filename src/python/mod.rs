@@ -5,6 +5,7 @@ mod build;
 mod device;
 mod faults;
 mod lists;
+mod prefetch;
 mod reader;
 mod step;
 

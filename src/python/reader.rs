@@ -12,7 +12,7 @@ use pyo3::ffi as c;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyCapsule, PyDict, PyTuple, PyType};
+use pyo3::types::{PyCapsule, PyDict, PyString, PyTuple, PyType};
 
 use crate::tensor::{Device, Dtype, View};
 
@@ -198,10 +198,12 @@ impl<'py> Reader<'py> {
     }
 
     fn class(&mut self, object: &Bound<'py, PyAny>) -> PyResult<usize> {
-        let class = object.get_type();
-        if let Some(at) = self.classes.iter().position(|known| known.class.is(&class)) {
+        // SAFETY: the object is live, and so is its class.
+        let class = unsafe { c::Py_TYPE(object.as_ptr()) };
+        if let Some(at) = self.classes.iter().position(|known| known.class.as_type_ptr() == class) {
             return Ok(at);
         }
+        let class = object.get_type();
         let kind = if !class.is_subclass(self.torch.tensor.bind(self.py))? {
             Kind::Wrapped
         } else if self.dtensor.as_ref().is_some_and(|dtensor| class.is_subclass(dtensor).unwrap_or(false)) {
@@ -345,6 +347,31 @@ impl<'py> Reader<'py> {
         }
         Ok(())
     }
+}
+
+/// The values of a parameter's state under these names, which usually are its keys in this order.
+pub fn state_entries<'py, const N: usize>(
+    state: &Bound<'py, PyDict>,
+    names: [&Bound<'py, PyString>; N],
+) -> PyResult<[Option<Bound<'py, PyAny>>; N]> {
+    let py = state.py();
+    let mut values = [const { None }; N];
+    let mut position = 0;
+    let (mut key, mut value): (*mut c::PyObject, *mut c::PyObject) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the dict is live, and nothing runs between the calls that could change it.
+    while unsafe { c::PyDict_Next(state.as_ptr(), &mut position, &mut key, &mut value) } != 0 {
+        if let Some(at) = names.iter().position(|name| name.as_ptr() == key) {
+            // SAFETY: the dict holds the value.
+            values[at] = Some(unsafe { Bound::from_borrowed_ptr(py, value) });
+        }
+    }
+    // Keys that are equal but not the same object, as a loaded file has them.
+    for (value, name) in values.iter_mut().zip(names) {
+        if value.is_none() {
+            *value = state.get_item(name)?;
+        }
+    }
+    Ok(values)
 }
 
 /// Below a tebibyte; user-space addresses of the CUDA driver and of mapped host memory lie above.

@@ -12,7 +12,8 @@ use crate::plan::GroupPlan;
 use crate::plan::column::{Column, Master, Role, Verdict, Work};
 use crate::python::device::{Readiness, VariantNames, launch, parameter_bytes, readiness, variant_names};
 use crate::python::faults::{self, Place};
-use crate::python::reader::{Kind, Reader, StateWalk, Torch};
+use crate::python::prefetch::{self, AHEAD, Trail};
+use crate::python::reader::{Kind, Reader, StateWalk, Torch, state_entries};
 use crate::tensor::{Device, Dtype, View};
 
 /// What the optimizer's switches say, read anew every step.
@@ -174,10 +175,18 @@ enum Outcome<'py> {
     Unserved(&'static str),
 }
 
+/// A gradient and the tensor that holds its elements.
+struct Grad<'py> {
+    outer: Bound<'py, PyAny>,
+    local: Bound<'py, PyAny>,
+    sharded: bool,
+}
+
 struct GroupReader<'a, 'py> {
     reader: &'a mut Reader<'py>,
     walk: &'a mut StateWalk<'py>,
     staged: &'a mut Vec<Staged<'py>>,
+    trails: &'a mut Vec<Trail>,
     switches: &'a Switches,
     strict_parity: bool,
     group: usize,
@@ -185,22 +194,29 @@ struct GroupReader<'a, 'py> {
 
 impl<'py> GroupReader<'_, 'py> {
     fn read(&mut self, params: &Bound<'py, PyAny>) -> PyResult<Outcome<'py>> {
-        let params: Bound<'py, PyList> = match params.cast::<PyList>() {
-            Ok(list) => list.clone(),
-            Err(_) => PyList::new(params.py(), params.try_iter()?.collect::<PyResult<Vec<_>>>()?)?,
+        let params: Vec<Bound<'py, PyAny>> = match params.cast::<PyList>() {
+            Ok(list) => list.iter().collect(),
+            Err(_) => params.try_iter()?.collect::<PyResult<_>>()?,
         };
+        let grads = self.open_grads(&params)?;
         let mut works = Vec::with_capacity(params.len());
         let mut uninitialised = Vec::new();
         let mut half = Dtype::Other;
-        for (index, param) in params.iter().enumerate() {
+        self.trails.resize_with(params.len(), Trail::default);
+        self.trails.iter().take(AHEAD).for_each(Trail::prefetch);
+        for (index, (param, grad)) in params.into_iter().zip(grads).enumerate() {
+            if let Some(trail) = self.trails.get(index + AHEAD) {
+                trail.prefetch();
+            }
             let place = Place { group: self.group, index };
             let (local, outer, inner) = self.reader.local(param.clone())?;
             if inner == Kind::Wrapped {
                 return Ok(Outcome::Unserved("a quantized parameter"));
             }
             let view = self.view(&local, place, &param, Role::Param)?;
+            self.trails[index].note(0, param.as_ptr() as u64, local.as_ptr() as u64, view.record);
             let kind = self.switches.master(view.dtype);
-            let grad = self.read_grad(place, &param, outer)?;
+            let grad = self.checked_grad(place, &param, outer, grad)?;
             if grad.is_some() && matches!(view.dtype, Dtype::F16 | Dtype::BF16) {
                 if half != Dtype::Other && half != view.dtype {
                     return Err(faults::mixed(place, &param, view.dtype, self.switches.remainders));
@@ -211,6 +227,7 @@ impl<'py> GroupReader<'_, 'py> {
                 Some(state) => state.cast_into::<PyDict>().map_err(PyErr::from)?,
                 None => PyDict::new(param.py()),
             };
+            self.trails[index].note_state(state.as_ptr() as u64);
             if state.is_empty() {
                 if let Some(grad) = &grad {
                     // A gradient that will be refused must be refused before any state is made.
@@ -235,19 +252,47 @@ impl<'py> GroupReader<'_, 'py> {
         self.reader.view(tensor).map_err(|error| faults::unreadable(error, place, param, role))
     }
 
-    /// The local gradient, after the checks that need no view.
-    fn read_grad(
-        &mut self,
+    /// Every parameter's gradient, opened in passes so that the memory of one pass arrives while the one before runs.
+    fn open_grads(&mut self, params: &[Bound<'py, PyAny>]) -> PyResult<Vec<Option<Grad<'py>>>> {
+        let mut outers = Vec::with_capacity(params.len());
+        for (index, param) in params.iter().enumerate() {
+            if let Some(ahead) = params.get(index + AHEAD) {
+                prefetch::object(ahead.as_ptr() as u64);
+            }
+            let grad = self.reader.grad(param, self.switches.decoupled_grad)?;
+            if let Some(grad) = &grad {
+                prefetch::object(grad.as_ptr() as u64);
+            }
+            outers.push(grad);
+        }
+        let mut grads = Vec::with_capacity(params.len());
+        for (index, outer) in outers.into_iter().enumerate() {
+            let Some(outer) = outer else {
+                grads.push(None);
+                continue;
+            };
+            let (local, kind, inner) = self.reader.local(outer.clone())?;
+            if inner == Kind::Wrapped {
+                let place = Place { group: self.group, index };
+                let error = PyTypeError::new_err(format!("a {} is no plain tensor", local.get_type()));
+                return Err(faults::unreadable(error, place, &params[index], Role::Grad));
+            }
+            prefetch::object(local.as_ptr() as u64);
+            grads.push(Some(Grad { outer, local, sharded: kind == Kind::Sharded }));
+        }
+        Ok(grads)
+    }
+
+    /// The local gradient, if it is as sharded as its parameter or the release does not mind.
+    fn checked_grad(
+        &self,
         place: Place,
         param: &Bound<'py, PyAny>,
         outer: Kind,
+        grad: Option<Grad<'py>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Some(grad) = self.reader.grad(param, self.switches.decoupled_grad)? else { return Ok(None) };
-        let (local, kind, inner) = self.reader.local(grad.clone())?;
-        if inner == Kind::Wrapped && kind == Kind::Wrapped {
-            return Err(faults::unreadable(PyTypeError::new_err("it is no plain tensor"), place, param, Role::Grad));
-        }
-        if self.strict_parity && (kind == Kind::Sharded) != (outer == Kind::Sharded) {
+        let Some(Grad { outer: grad, local, sharded }) = grad else { return Ok(None) };
+        if self.strict_parity && sharded != (outer == Kind::Sharded) {
             return Err(faults::parity(place, param, Role::Grad, &grad));
         }
         Ok(Some(local))
@@ -299,16 +344,20 @@ impl<'py> GroupReader<'_, 'py> {
     ) -> PyResult<Option<Option<Work>>> {
         let py = param.py();
         let grad_view = self.grad_view(place, param, &grad)?;
+        self.trails[place.index].note_grad(grad_view.record);
         let mut states: [Option<(Bound<'py, PyAny>, View)>; 3] = [None, None, None];
         let names = [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")];
         let roles = [Role::ExpAvg, Role::ExpAvgSq, Role::Master];
-        for ((slot, name), role) in states.iter_mut().zip(names).zip(roles) {
+        let entries = state_entries(state, names)?;
+        for ((slot, entry), role) in states.iter_mut().zip(entries).zip(roles) {
             if role == Role::Master && kind == Master::None {
                 continue;
             }
-            let tensor = state.get_item(name)?.ok_or_else(|| {
-                PyKeyError::new_err(format!("{name}: the state of {} lacks it", faults::name(place, param)))
+            let tensor = entry.ok_or_else(|| {
+                let missing = role.name();
+                PyKeyError::new_err(format!("{missing}: the state of {} lacks it", faults::name(place, param)))
             })?;
+            let outer_address = tensor.as_ptr() as u64;
             let (tensor, outer_state, inner) = self.reader.local(tensor)?;
             if (outer_state == Kind::Sharded) != (outer == Kind::Sharded) {
                 if self.strict_parity {
@@ -321,6 +370,8 @@ impl<'py> GroupReader<'_, 'py> {
                 return Err(faults::unreadable(error, place, param, role));
             }
             let seen = self.view(&tensor, place, param, role)?;
+            let at = role as usize - Role::Param as usize;
+            self.trails[place.index].note(at, outer_address, tensor.as_ptr() as u64, seen.record);
             *slot = Some((tensor, seen));
         }
         let [Some((exp_avg, exp_avg_view)), Some((exp_avg_sq, exp_avg_sq_view)), master] = states else {
@@ -393,6 +444,7 @@ impl<'py> GroupReader<'_, 'py> {
 #[derive(Default)]
 struct GroupRecord {
     plan: GroupPlan,
+    trails: Vec<Trail>,
     tier: &'static str,
     reason: String,
     steps: u64,
@@ -476,6 +528,7 @@ impl Plan {
                 reader: &mut reader,
                 walk: &mut walk,
                 staged: &mut staged,
+                trails: &mut record.trails,
                 switches: &switches,
                 strict_parity,
                 group: index,
