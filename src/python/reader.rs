@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyString, PyTuple, PyType};
 
+use crate::python::prefetch::RecordAt;
 use crate::tensor::{Device, Dtype, View};
 
 /// What a tensor's class says of how to read it.
@@ -158,6 +159,7 @@ pub struct Reader<'py> {
     torch: &'static Torch,
     dtensor: Option<Bound<'py, PyType>>,
     classes: Vec<Class<'py>>,
+    record_at: Option<RecordAt>,
     /// While it lives, torch does not look for `__torch_function__` on the classes of tensors, which costs more than
     /// reading them. Classes whose override matters are `Kind::Wrapped` and not read.
     _plain_attributes: PlainAttributes<'py>,
@@ -194,7 +196,14 @@ impl<'py> Reader<'py> {
             None => None,
         };
         let torch = Torch::get(py)?;
-        Ok(Reader { py, torch, dtensor, classes: Vec::new(), _plain_attributes: PlainAttributes::enter(py, torch)? })
+        Ok(Reader {
+            py,
+            torch,
+            dtensor,
+            classes: Vec::new(),
+            record_at: None,
+            _plain_attributes: PlainAttributes::enter(py, torch)?,
+        })
     }
 
     fn class(&mut self, object: &Bound<'py, PyAny>) -> PyResult<usize> {
@@ -217,6 +226,19 @@ impl<'py> Reader<'py> {
         let local = if kind == Kind::Sharded { Getter::find(&class, "_local_tensor")? } else { None };
         self.classes.push(Class { class, kind, grad, local });
         Ok(self.classes.len() - 1)
+    }
+
+    /// Where tensors' objects point at torch's records, for hints to the processor.
+    pub fn record_at(&self) -> Option<RecordAt> {
+        self.record_at
+    }
+
+    /// Learns that place from one tensor that can be read.
+    pub fn find_record(&mut self, tensor: &Bound<'py, PyAny>) {
+        if self.record_at.is_none() && self.class(tensor).is_ok_and(|at| self.classes[at].kind == Kind::Plain) {
+            self.record_at =
+                self.view(tensor).ok().and_then(|view| RecordAt::find(tensor.as_ptr() as u64, view.record));
+        }
     }
 
     /// How to read a tensor.

@@ -198,15 +198,25 @@ impl<'py> GroupReader<'_, 'py> {
             Ok(list) => list.iter().collect(),
             Err(_) => params.try_iter()?.collect::<PyResult<_>>()?,
         };
+        if let Some(first) = params.first() {
+            let (local, ..) = self.reader.local(first.clone())?;
+            self.reader.find_record(&local);
+        }
         let grads = self.open_grads(&params)?;
         let mut works = Vec::with_capacity(params.len());
         let mut uninitialised = Vec::new();
         let mut half = Dtype::Other;
         self.trails.resize_with(params.len(), Trail::default);
         self.trails.iter().take(AHEAD).for_each(Trail::prefetch);
+        let locals: Vec<Option<u64>> = grads.iter().map(|grad| Some(grad.as_ref()?.local.as_ptr() as u64)).collect();
         for (index, (param, grad)) in params.into_iter().zip(grads).enumerate() {
             if let Some(trail) = self.trails.get(index + AHEAD) {
                 trail.prefetch();
+            }
+            if let Some(at) = self.reader.record_at() {
+                let ahead = |distance| locals.get(index + distance).copied().flatten();
+                ahead(2 * AHEAD).inspect(|&object| at.fetch_record(object));
+                ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
             }
             let place = Place { group: self.group, index };
             let (local, outer, inner) = self.reader.local(param.clone())?;
@@ -214,7 +224,8 @@ impl<'py> GroupReader<'_, 'py> {
                 return Ok(Outcome::Unserved("a quantized parameter"));
             }
             let view = self.view(&local, place, &param, Role::Param)?;
-            self.trails[index].note(0, param.as_ptr() as u64, local.as_ptr() as u64, view.record);
+            let at = self.reader.record_at();
+            self.trails[index].note(0, param.as_ptr() as u64, local.as_ptr() as u64, view.record, at);
             let kind = self.switches.master(view.dtype);
             let grad = self.checked_grad(place, &param, outer, grad)?;
             if grad.is_some() && matches!(view.dtype, Dtype::F16 | Dtype::BF16) {
@@ -256,8 +267,13 @@ impl<'py> GroupReader<'_, 'py> {
     fn open_grads(&mut self, params: &[Bound<'py, PyAny>]) -> PyResult<Vec<Option<Grad<'py>>>> {
         let mut outers = Vec::with_capacity(params.len());
         for (index, param) in params.iter().enumerate() {
-            if let Some(ahead) = params.get(index + AHEAD) {
+            if let Some(ahead) = params.get(index + 3 * AHEAD) {
                 prefetch::object(ahead.as_ptr() as u64);
+            }
+            if let Some(at) = self.reader.record_at() {
+                let ahead = |distance: usize| params.get(index + distance).map(|param| param.as_ptr() as u64);
+                ahead(2 * AHEAD).inspect(|&object| at.fetch_record(object));
+                ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
             }
             let grad = self.reader.grad(param, self.switches.decoupled_grad)?;
             if let Some(grad) = &grad {
@@ -344,7 +360,6 @@ impl<'py> GroupReader<'_, 'py> {
     ) -> PyResult<Option<Option<Work>>> {
         let py = param.py();
         let grad_view = self.grad_view(place, param, &grad)?;
-        self.trails[place.index].note_grad(grad_view.record);
         let mut states: [Option<(Bound<'py, PyAny>, View)>; 3] = [None, None, None];
         let names = [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")];
         let roles = [Role::ExpAvg, Role::ExpAvgSq, Role::Master];
@@ -371,7 +386,8 @@ impl<'py> GroupReader<'_, 'py> {
             }
             let seen = self.view(&tensor, place, param, role)?;
             let at = role as usize - Role::Param as usize;
-            self.trails[place.index].note(at, outer_address, tensor.as_ptr() as u64, seen.record);
+            let record_at = self.reader.record_at();
+            self.trails[place.index].note(at, outer_address, tensor.as_ptr() as u64, seen.record, record_at);
             *slot = Some((tensor, seen));
         }
         let [Some((exp_avg, exp_avg_view)), Some((exp_avg_sq, exp_avg_sq_view)), master] = states else {
