@@ -1,8 +1,8 @@
 """Transformer Engine's own Python FusedAdam on a machine with neither a GPU nor Transformer Engine's compiled part.
 
 For tests, demos and debugging. Transformer Engine's Python files come from its small pure-Python wheel
-(`pip install --no-deps transformer-engine pydantic`); their compiled part, `transformer_engine_torch`, is stood in for by
-this project's CPU kernels. Nothing else of Transformer Engine works here: what needs the compiled part raises
+(`pip install --no-deps transformer-engine pydantic`); their compiled part, `transformer_engine_torch`, is stood in for
+by this project's CPU kernels. Nothing else of Transformer Engine works here: what needs the compiled part raises
 NotImplementedError by name.
 """
 
@@ -34,8 +34,8 @@ def enabled() -> bool:
 def enable() -> None:
     """Makes `transformer_engine.pytorch.optimizers.FusedAdam` importable, on CPU tensors.
 
-    Its "cuda" buffers are made on the CPU. Calling it again does nothing. RuntimeError if the real Transformer Engine is
-    already imported; ImportError, saying what to install, if its Python files are missing.
+    Its "cuda" buffers are made on the CPU. Calling it again does nothing. RuntimeError if the real Transformer Engine
+    is already imported; ImportError, saying what to install, if its Python files are missing.
     """
     if enabled():
         return
@@ -125,12 +125,16 @@ def _missing(name: str) -> Any:
 def _native(root: Path) -> ModuleType:
     """The stand-in for the compiled part."""
     native = _StandIn("transformer_engine_torch")
-    setattr(native, _MARK, True)
-    native.DType = enum.IntEnum("DType", _dtype_names(root), start=0)
-    native.multi_tensor_adam = functools.partial(_adam, False)
-    native.multi_tensor_adam_param_remainder = functools.partial(_adam, True)
-    native.multi_tensor_adam_capturable = functools.partial(_adam_capturable, 4)
-    native.multi_tensor_adam_capturable_master = functools.partial(_adam_capturable, 5)
+    parts = {
+        _MARK: True,
+        "DType": enum.IntEnum("DType", _dtype_names(root), start=0),
+        "multi_tensor_adam": functools.partial(_adam, False),
+        "multi_tensor_adam_param_remainder": functools.partial(_adam, True),
+        "multi_tensor_adam_capturable": functools.partial(_adam_capturable, 4),
+        "multi_tensor_adam_capturable_master": functools.partial(_adam_capturable, 5),
+    }
+    for name, part in parts.items():
+        setattr(native, name, part)
     return native
 
 
@@ -172,13 +176,16 @@ def _sized(lists: list[list[Any]]) -> list[list[Any]]:
 
 def _adam(remainder: bool, chunk_size: int, noop_flag: Any, lists: list[list[Any]], *arguments: Any) -> None:
     _check(lists, 5 if remainder else 0, chunk_size)
-    lr, beta1, beta2, eps, step, *others = arguments
-    _core.multi_tensor_adam(_sized(lists), float(lr), beta1, beta2, eps, int(step), *others, remainder)
+    lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay = arguments
+    scalars = (float(lr), beta1, beta2, eps, int(step), mode, bias_correction, weight_decay)
+    _core.multi_tensor_adam(_sized(lists), *scalars, remainder)
 
 
 def _adam_capturable(expected: int, chunk_size: int, noop_flag: Any, lists: list[list[Any]], *arguments: Any) -> None:
     _check(lists, expected, chunk_size)
-    _core.multi_tensor_adam_capturable(_sized(lists), *arguments, noop_flag)
+    lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale = arguments
+    scalars = (lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
+    _core.multi_tensor_adam_capturable(_sized(lists), *scalars, inv_scale, noop_flag)
 
 
 def _build_on_cpu(optimizer: Any) -> None:
@@ -186,7 +193,7 @@ def _build_on_cpu(optimizer: Any) -> None:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class OnCpu(TorchFunctionMode):
+    class OnCpu(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             device = kwargs.get("device")

@@ -9,6 +9,7 @@ import copy
 import gc
 import inspect
 import pickle
+import resource
 import weakref
 
 import pytest
@@ -304,22 +305,20 @@ def test_swapping_parameters_works_as_if_unpatched():
 
 
 def test_memory_stays_flat_over_many_steps():
-    import tracemalloc
-
-    pair = Pair(sizes=(3,) * 50)
+    pair = Pair(sizes=(3,) * 200)
     pair.step()
 
     def held(steps):
         for _ in range(steps):
             pair.mine.step()
         gc.collect()
-        return tracemalloc.get_traced_memory()[0]
+        return len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    tracemalloc.start()
-    # Objects made before tracing began are counted as they are made anew, until all have been.
-    before = held(1500)
-    assert held(300) - before < 3000, "more than ten bytes a step are kept"
-    tracemalloc.stop()
+    held(200)
+    objects, kib = held(200)
+    later, kib_later = held(2000)
+    assert later - objects < 10
+    assert kib_later - kib < 1024, "more than half a KiB a step is kept"
 
 
 def test_twenty_one_thousand_tensors():
