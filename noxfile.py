@@ -1,4 +1,4 @@
-"""Set-up and checks, each in one command. `nox -s demo` trains and compares; `nox -s tests` is everything that CI runs."""
+"""Set-up and checks in one command each: `nox -s demo` trains and compares, `nox -s tests` is all that CI runs."""
 
 from __future__ import annotations
 
