@@ -65,3 +65,27 @@ def optimizer_class():
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     return FusedAdam
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    """A mesh of 64 ranks through torch's fake process group: DTensors are real, communication is not."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
+    yield init_device_mesh("cuda" if GPU else "cpu", (64,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def shard(mesh):
+    """Wraps a local tensor as the shard of a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def wrap(local: torch.Tensor) -> torch.Tensor:
+        placement = Shard(0) if local.dim() else Replicate()
+        return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+    return wrap

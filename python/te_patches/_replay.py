@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from te_patches import _core, cpu
 from te_patches._empty_shards import drop_empty
 from te_patches._releases import Release, import_fused_adam
 
@@ -69,18 +70,17 @@ def step(optimizer: Any, group: dict[str, Any], release: Release) -> None:
             for start in range(0, len(columns), _MOST_TENSORS):
                 part = columns[start : start + _MOST_TENSORS]
                 lists = drop_empty([list(operand) for operand in zip(*part, strict=True)])
-                if lists[0]:
-                    applier(
-                        function,
-                        optimizer._dummy_overflow_buf,
-                        lists,
-                        group["lr"],
-                        *group["betas"],
-                        group["eps"],
-                        group["step"],
-                        optimizer.adam_w_mode,
-                        1 if group["bias_correction"] else 0,
-                        group["weight_decay"],
-                    )
+                if not lists[0]:
+                    continue
+                beta1, beta2 = group["betas"]
+                mode, bias_correction = optimizer.adam_w_mode, 1 if group["bias_correction"] else 0
+                decay = group["weight_decay"]
+                scalars = (group["lr"], beta1, beta2, group["eps"], group["step"], mode, bias_correction, decay)
+                if device.type == "cuda" or cpu.enabled():
+                    applier(function, optimizer._dummy_overflow_buf, lists, *scalars)
+                else:
+                    # Transformer Engine's kernels take no CPU tensors.
+                    remainder = function is optimizer.multi_tensor_adam_param_remainder
+                    _core.multi_tensor_adam(lists, *scalars, remainder)
     for tensor, copy in reversed(written):
         tensor.copy_(copy)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from te_patches import _core, _nvrtc, _proof, _replay
+from te_patches import _core, _nvrtc, _proof, _replay, cpu
 from te_patches._capturable import Counters
 from te_patches._releases import Release
 from te_patches._settings import Kernels
@@ -103,6 +103,7 @@ def _initialize(optimizer: Any, params: list[tuple[Any, bool]]) -> None:
 
 def _step_stock(optimizer: Any, groups: list[int], stock: Callable[..., Any], grad_scaler: Any) -> None:
     every = optimizer.param_groups
+    _refuse_cpu_tensors(every, groups)
     if len(groups) == len(every):
         stock(optimizer, None, grad_scaler)
         return
@@ -111,6 +112,20 @@ def _step_stock(optimizer: Any, groups: list[int], stock: Callable[..., Any], gr
         stock(optimizer, None, grad_scaler)
     finally:
         optimizer.param_groups = every
+
+
+def _refuse_cpu_tensors(every: list[dict[str, Any]], groups: list[int]) -> None:
+    """Stock hands any address to the GPU: on one it cannot read, the process dies."""
+    if cpu.enabled():
+        return
+    for group in groups:
+        for index, param in enumerate(every[group]["params"]):
+            if not param.is_cuda:
+                raise RuntimeError(
+                    f"FusedAdam: parameter {index} of group {group} (shape {list(param.shape)}, {param.dtype}) is on "
+                    f"{param.device}, and its options are only served by Transformer Engine's own step, which takes "
+                    "CUDA tensors; move it to a GPU"
+                )
 
 
 def _capturing() -> bool:

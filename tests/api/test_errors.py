@@ -159,26 +159,16 @@ def test_a_counter_that_is_no_integer(optimizer_class):
 
 
 @pytest.mark.skipif(not RELEASE.strict_parity, reason="releases before 2.14 take a DTensor beside a plain tensor")
-def test_a_dtensor_beside_a_plain_tensor(optimizer_class):
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+def test_a_dtensor_beside_a_plain_tensor(optimizer_class, shard):
     te_patches.apply()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        params, optimizer = build(optimizer_class, (3,), (6, 4))
-        params[1].decoupled_grad = DTensor.from_local(torch.ones(6, 4), mesh, [Replicate()])
-        refused(optimizer, AssertionError, "DTensor Disparity", WHERE, "gradient")
-        params[1].decoupled_grad = torch.ones(6, 4)
-        state = optimizer.state[params[1]]
-        state["exp_avg"] = DTensor.from_local(state["exp_avg"], mesh, [Replicate()])
-        with pytest.raises(AssertionError, match=r"DTensor Disparity.*exp_avg"):
-            optimizer.step()
-    finally:
-        dist.destroy_process_group()
+    params, optimizer = build(optimizer_class, (3,), (6, 4))
+    params[1].decoupled_grad = shard(torch.ones(6, 4))
+    refused(optimizer, AssertionError, "DTensor Disparity", WHERE, "gradient")
+    params[1].decoupled_grad = torch.ones(6, 4)
+    state = optimizer.state[params[1]]
+    state["exp_avg"] = shard(state["exp_avg"])
+    with pytest.raises(AssertionError, match=r"DTensor Disparity.*exp_avg"):
+        optimizer.step()
 
 
 def test_a_released_storage_is_refused(optimizer_class):
