@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import twin  # noqa: E402
+import twin
 
 
 @pytest.fixture(scope="session", autouse=True)
