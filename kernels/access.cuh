@@ -36,10 +36,12 @@ __device__ __forceinline__ void load(Group<T, VECTOR>& group, u64 address, u64 f
         group.word[4 * i + 2] = piece.z;
         group.word[4 * i + 3] = piece.w;
       }
-    } else {
+    } else if constexpr (access_bytes<T>() == 8) {
       const uint2 piece = *reinterpret_cast<const uint2*>(source);
       group.word[0] = piece.x;
       group.word[1] = piece.y;
+    } else {
+      group.word[0] = *reinterpret_cast<const u32*>(source);
     }
   } else {
 #pragma unroll
@@ -57,8 +59,10 @@ __device__ __forceinline__ void store(const Group<T, VECTOR>& group, u64 address
         reinterpret_cast<uint4*>(target)[i] =
             make_uint4(group.word[4 * i], group.word[4 * i + 1], group.word[4 * i + 2], group.word[4 * i + 3]);
       }
-    } else {
+    } else if constexpr (access_bytes<T>() == 8) {
       *reinterpret_cast<uint2*>(target) = make_uint2(group.word[0], group.word[1]);
+    } else {
+      *reinterpret_cast<u32*>(target) = group.word[0];
     }
   } else {
 #pragma unroll

@@ -1,111 +1,299 @@
-// One Adam or AdamW step over a table of tensors in one launch: a block per chunk of CHUNK elements.
-// The table, every pointer in it included, is the kernel's parameter: nothing lives in device memory, so nothing can be
-// stale, freed under a captured graph, or unmapped by a tool that pauses the allocator.
-// Compiled once per combination of: GRAD, PARAM, MOMENT (F32, F16, BF16), MASTER (0 none, 1 fp32, 2 int16 remainder),
+// One Adam or AdamW step over a table of tensors: a block per chunk of CHUNK elements. States that are stored scaled take
+// two launches, `adam_absmax` to find the largest new magnitudes and `adam` to write; everything else takes `adam` alone.
+// Compiled once per combination of: GRAD (F32, F16, BF16), PARAM (these, E4M3, E5M2), EXP_AVG and EXP_AVG_SQ (F32, F16,
+// BF16, E4M3), MASTER (0 none, 1 fp32, 2 int16 remainder, 3 fp16, 4 fp16 that stock only rescales), their *_SCALING,
 // CAPTURABLE (0, 1), CAPACITY (tensors a launch can hold), and the tuning THREADS, VECTOR, UNROLL, CHUNK.
 #include "access.cuh"
 #include "arithmetic.cuh"
-
-// Mirrored by src/plan/table.rs, which checks the offsets.
-struct Launch {
-  Scalars scalars;
-  Live live;
-  u32 tensors;
-  u32 bias_correction;  // capturable only: whether the corrections are computed on the device
-  u64 grad[CAPACITY];  // 0: no gradient this step, the tensor makes no work
-  u64 param[CAPACITY];
-  u64 exp_avg[CAPACITY];
-  u64 exp_avg_sq[CAPACITY];
-#if MASTER
-  u64 master[CAPACITY];
-#endif
-  u32 chunk_end[CAPACITY];  // chunks of the tensors up to and including this one
-  u32 tail[CAPACITY];       // elements of the tensor's last chunk, 1 to CHUNK
-};
+#include "launch.cuh"
+#include "scaling.cuh"
 
 #if MASTER == 2
 typedef I16 Master;
+#elif MASTER >= 3
+typedef F16 Master;
 #else
 typedef F32 Master;
 #endif
+constexpr bool MASTER_SCALING = MASTER >= 3;
 
+// What every element of a block shares.
+struct Shared : Constants {
 #if CAPTURABLE
-struct LaunchConstants : Constants {
   float inv_scale;
-  __device__ __forceinline__ LaunchConstants(const Scalars& scalars, float inv_scale)
-      : Constants(scalars), inv_scale(inv_scale) {}
-};
-#else
-typedef Constants LaunchConstants;
 #endif
+  float read[3], write[3];  // of exp_avg, exp_avg_sq, master, where these are scaled
+  float param_scale;
+  __device__ __forceinline__ explicit Shared(const Scalars& scalars) : Constants(scalars) {}
+};
 
 // The operands of one group of elements, in registers.
 struct Operands {
   Group<GRAD, VECTOR> grad;
   Group<PARAM, VECTOR> param;
-  Group<MOMENT, VECTOR> exp_avg, exp_avg_sq;
+  Group<EXP_AVG, VECTOR> exp_avg;
+  Group<EXP_AVG_SQ, VECTOR> exp_avg_sq;
 #if MASTER
   Group<Master, VECTOR> master;
 #endif
 
-  __device__ __forceinline__ void update(const LaunchConstants& constants, int i) {
-    float m = widen(MOMENT(), exp_avg.element[i]);
-    float v = widen(MOMENT(), exp_avg_sq.element[i]);
+  __device__ __forceinline__ void clear_values() {
+    param = {};
+#if MASTER
+    master = {};
+#endif
+  }
+
+  // New values of one element; `idle` is that of a master that the update does not use.
+  __device__ __forceinline__ void compute(const Shared& shared, int i, float& p, float& m, float& v, float& idle) {
+    m = read_state<EXP_AVG_SCALING>(EXP_AVG(), exp_avg.element[i], shared.read[0]);
+    v = read_state<EXP_AVG_SQ_SCALING>(EXP_AVG_SQ(), exp_avg_sq.element[i], shared.read[1]);
     float g = widen(GRAD(), grad.element[i]);
 #if CAPTURABLE
-    g = mul(g, constants.inv_scale);
+    g = mul(g, shared.inv_scale);
     grad.element[i] = narrow(GRAD(), g);
 #endif
 #if MASTER == 2
-    float p = merge_remainder(param.element[i], master.element[i]);
-#elif MASTER == 1
-    float p = widen(F32(), master.element[i]);
+    p = merge_remainder(param.element[i], master.element[i]);
+#elif MASTER == 1 || MASTER == 3
+    p = read_state<MASTER_SCALING>(Master(), master.element[i], shared.read[2]);
 #else
-    float p = widen(PARAM(), param.element[i]);
+    p = widen(PARAM(), param.element[i]);
 #endif
-    adam_update(constants, g, p, m, v);
-    exp_avg.element[i] = narrow(MOMENT(), m);
-    exp_avg_sq.element[i] = narrow(MOMENT(), v);
+#if MASTER == 4
+    idle = read_state<MASTER_SCALING>(Master(), master.element[i], shared.read[2]);
+#endif
+    adam_update(shared, g, p, m, v);
+  }
+
+  // The update of one element; returns the magnitude of the new fp32 value.
+  __device__ __forceinline__ u32 update(const Shared& shared, int i) {
+    float p, m, v, idle;
+    compute(shared, i, p, m, v, idle);
+    exp_avg.element[i] = write_state<EXP_AVG_SCALING>(EXP_AVG(), m, shared.write[0]);
+    exp_avg_sq.element[i] = write_state<EXP_AVG_SQ_SCALING>(EXP_AVG_SQ(), v, shared.write[1]);
 #if MASTER == 2
     split_remainder(p, param.element[i], master.element[i]);
 #else
+#if PARAM_SCALING
+    param.element[i] = narrow(PARAM(), mul(p, shared.param_scale));
+#else
     param.element[i] = narrow(PARAM(), p);
-#if MASTER == 1
-    master.element[i] = narrow(F32(), p);
 #endif
+#if MASTER == 4
+    master.element[i] = write_state<MASTER_SCALING>(Master(), idle, shared.write[2]);
+#elif MASTER
+    master.element[i] = write_state<MASTER_SCALING>(Master(), p, shared.write[2]);
+#endif
+#endif
+    return magnitude(p);
+  }
+};
+
+// Whether the update reads the parameter itself rather than a master.
+constexpr bool READS_PARAM = MASTER == 0 || MASTER == 2 || MASTER == 4;
+
+// A block's tensors.
+struct Tensors {
+  u64 grad, param, exp_avg, exp_avg_sq;
+  bool grad_aligned, param_aligned, exp_avg_aligned, exp_avg_sq_aligned;
+#if MASTER
+  u64 master;
+  bool master_aligned;
+#endif
+
+  __device__ __forceinline__ Tensors(const Launch& launch, u32 tensor)
+      : grad(launch.grad[tensor]), param(launch.param[tensor]), exp_avg(launch.exp_avg[tensor]),
+        exp_avg_sq(launch.exp_avg_sq[tensor]), grad_aligned(is_aligned<GRAD>(grad)),
+        param_aligned(is_aligned<PARAM>(param)), exp_avg_aligned(is_aligned<EXP_AVG>(exp_avg)),
+        exp_avg_sq_aligned(is_aligned<EXP_AVG_SQ>(exp_avg_sq)) {
+#if MASTER
+    master = launch.master[tensor];
+    master_aligned = is_aligned<Master>(master);
+#endif
+  }
+
+  // Without `values`, parameter and master are left unread, and taken as zeros.
+  __device__ __forceinline__ void load(Operands& operands, u64 at, bool values) const {
+    ::load(operands.grad, grad, at, grad_aligned);
+    ::load(operands.exp_avg, exp_avg, at, exp_avg_aligned);
+    ::load(operands.exp_avg_sq, exp_avg_sq, at, exp_avg_sq_aligned);
+    if (!values) return operands.clear_values();
+    if (READS_PARAM) ::load(operands.param, param, at, param_aligned);
+#if MASTER
+    ::load(operands.master, master, at, master_aligned);
+#endif
+  }
+
+  __device__ __forceinline__ void store(const Operands& operands, u64 at) const {
+#if CAPTURABLE
+    ::store(operands.grad, grad, at, grad_aligned);
+#endif
+    ::store(operands.param, param, at, param_aligned);
+    ::store(operands.exp_avg, exp_avg, at, exp_avg_aligned);
+    ::store(operands.exp_avg_sq, exp_avg_sq, at, exp_avg_sq_aligned);
+#if MASTER
+    ::store(operands.master, master, at, master_aligned);
+#endif
+  }
+
+  __device__ __forceinline__ void load_one(Operands& operands, u64 at, bool values) const {
+    operands.grad.element[0] = reinterpret_cast<const GRAD::Bits*>(grad)[at];
+    operands.exp_avg.element[0] = reinterpret_cast<const EXP_AVG::Bits*>(exp_avg)[at];
+    operands.exp_avg_sq.element[0] = reinterpret_cast<const EXP_AVG_SQ::Bits*>(exp_avg_sq)[at];
+    if (!values) return operands.clear_values();
+    if (READS_PARAM) operands.param.element[0] = reinterpret_cast<const PARAM::Bits*>(param)[at];
+#if MASTER
+    operands.master.element[0] = reinterpret_cast<const Master::Bits*>(master)[at];
+#endif
+  }
+
+  __device__ __forceinline__ void store_one(const Operands& operands, u64 at) const {
+#if CAPTURABLE
+    reinterpret_cast<GRAD::Bits*>(grad)[at] = operands.grad.element[0];
+#endif
+    reinterpret_cast<PARAM::Bits*>(param)[at] = operands.param.element[0];
+    reinterpret_cast<EXP_AVG::Bits*>(exp_avg)[at] = operands.exp_avg.element[0];
+    reinterpret_cast<EXP_AVG_SQ::Bits*>(exp_avg_sq)[at] = operands.exp_avg_sq.element[0];
+#if MASTER
+    reinterpret_cast<Master::Bits*>(master)[at] = operands.master.element[0];
 #endif
   }
 };
 
-// Index of the tensor that owns a chunk: the first whose chunk_end lies beyond it.
-__device__ __forceinline__ u32 find_tensor(const Launch& launch, u32 chunk) {
-  u32 low = 0, high = launch.tensors - 1;
-  while (low < high) {
-    const u32 middle = (low + high) / 2;
-    if (launch.chunk_end[middle] > chunk) high = middle;
-    else low = middle + 1;
+// Calls visit(operands, i) for every element of a chunk, after a group was loaded and, with WRITE, before it is stored.
+template <bool WRITE, typename Visit>
+__device__ __forceinline__ void walk(const Tensors& tensors, const Chunk& chunk, bool values, Visit visit) {
+  const u32 body = chunk.count - chunk.count % VECTOR;
+  for (u32 base = threadIdx.x * VECTOR; base < body; base += THREADS * VECTOR * UNROLL) {
+    Operands operands[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const u32 at = base + u * THREADS * VECTOR;
+      if (at < body) tensors.load(operands[u], chunk.start + at, values);
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const u32 at = base + u * THREADS * VECTOR;
+      if (at < body) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) visit(operands[u], i);
+        if (WRITE) tensors.store(operands[u], chunk.start + at);
+      }
+    }
   }
-  return low;
+  // The last elements of a tensor, fewer than a group: a thread each.
+  if (body + threadIdx.x < chunk.count) {
+    const u64 at = chunk.start + body + threadIdx.x;
+    Operands operands;
+    tensors.load_one(operands, at, values);
+    visit(operands, 0);
+    if (WRITE) tensors.store_one(operands, at);
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant__ Launch launch) {
-  const u32 tensor = find_tensor(launch, blockIdx.x);
-  const u64 grad = launch.grad[tensor];
-  if (grad == 0) return;
-  const u64 param = launch.param[tensor];
-  const u64 exp_avg = launch.exp_avg[tensor];
-  const u64 exp_avg_sq = launch.exp_avg_sq[tensor];
-#if MASTER
-  const u64 master = launch.master[tensor];
-  const bool master_aligned = is_aligned<Master>(master);
+#if TWO_PASSES
+// What stored values are multiplied by to read them, from where stock keeps it.
+__device__ __forceinline__ void read_factors(const Launch& launch, u32 tensor, float (&read)[3]) {
+#if EXP_AVG_SCALING == 2
+  read[0] = *launch.exp_avg_scale_inv[tensor];
+#elif EXP_AVG_SCALING
+  read[0] = *launch.exp_avg_factor[tensor];
 #endif
-  const bool grad_aligned = is_aligned<GRAD>(grad), param_aligned = is_aligned<PARAM>(param);
-  const bool exp_avg_aligned = is_aligned<MOMENT>(exp_avg), exp_avg_sq_aligned = is_aligned<MOMENT>(exp_avg_sq);
+#if EXP_AVG_SQ_SCALING == 2
+  read[1] = *launch.exp_avg_sq_scale_inv[tensor];
+#elif EXP_AVG_SQ_SCALING
+  read[1] = *launch.exp_avg_sq_factor[tensor];
+#endif
+#if MASTER >= 3
+  read[2] = *launch.master_factor[tensor];
+#endif
+}
 
-  const u32 first_chunk = tensor ? launch.chunk_end[tensor - 1] : 0;
-  const u64 start = static_cast<u64>(blockIdx.x - first_chunk) * CHUNK;
-  const u32 count = blockIdx.x + 1 == launch.chunk_end[tensor] ? launch.tail[tensor] : CHUNK;
-  const u32 body = count - count % VECTOR;
+extern "C" __global__ void __launch_bounds__(THREADS) adam_absmax(const __grid_constant__ Launch launch) {
+  const Chunk chunk(launch, blockIdx.x);
+  const Tensors tensors(launch, chunk.tensor);
+  if (tensors.grad == 0) return;
+  Shared shared(launch.scalars);
+  read_factors(launch, chunk.tensor, shared.read);
+  u32 absmax[3] = {}, amax[2] = {};
+  // Decoupled weight decay keeps the value out of the moments: then it is only read if it is scaled itself.
+  const bool values = MASTER_SCALING || !launch.scalars.adam_w;
+  walk<false>(tensors, chunk, values, [&](Operands& operands, int i) {
+    float p, m, v, idle = 0.0f;
+    operands.compute(shared, i, p, m, v, idle);
+    if (EXP_AVG_SCALING) absmax[0] = max(absmax[0], magnitude(m));
+    if (EXP_AVG_SCALING == 2) record(amax[0], magnitude(m));
+    if (EXP_AVG_SQ_SCALING) absmax[1] = max(absmax[1], magnitude(v));
+    if (EXP_AVG_SQ_SCALING == 2) record(amax[1], magnitude(v));
+    if (MASTER_SCALING) absmax[2] = max(absmax[2], magnitude(MASTER == 4 ? idle : p));
+  });
+#if EXP_AVG_SCALING == 2
+  raise_amax(launch.exp_avg_amax[chunk.tensor], block_max(amax[0]));
+#endif
+#if EXP_AVG_SQ_SCALING == 2
+  raise_amax(launch.exp_avg_sq_amax[chunk.tensor], block_max(amax[1]));
+#endif
+  Found& found = launch.found[chunk.tensor];
+#pragma unroll
+  for (int state = 0; state < 3; ++state) {
+    if (state == 0 ? !EXP_AVG_SCALING : state == 1 ? !EXP_AVG_SQ_SCALING : !MASTER_SCALING) continue;
+    const u32 largest = block_max(absmax[state]);
+    if (threadIdx.x == 0) {
+      atomicMax(&found.absmax[state], largest);
+      // The second pass replaces the factors that it also reads with.
+      if (chunk.first) found.read[state] = shared.read[state];
+    }
+  }
+}
+
+// Factors of the second pass; the first chunk's block puts the new ones where stock keeps them.
+__device__ __forceinline__ void exchange_factors(const Launch& launch, const Chunk& chunk, Shared& shared) {
+  const Found& found = launch.found[chunk.tensor];
+  const bool write = chunk.first && threadIdx.x == 0;
+#if EXP_AVG_SCALING
+  {
+    const float factor = new_factor<EXP_AVG_SCALING>(__uint_as_float(found.absmax[0]));
+    shared.read[0] = found.read[0];
+    shared.write[0] = write_factor<EXP_AVG_SCALING>(factor);
+    if (write) {
+      *launch.exp_avg_factor[chunk.tensor] = factor;
+#if EXP_AVG_SCALING == 2
+      *launch.exp_avg_scale[chunk.tensor] = shared.write[0];
+      *launch.exp_avg_scale_inv[chunk.tensor] = __frcp_rn(shared.write[0]);
+#endif
+    }
+  }
+#endif
+#if EXP_AVG_SQ_SCALING
+  {
+    const float factor = new_factor<EXP_AVG_SQ_SCALING>(__uint_as_float(found.absmax[1]));
+    shared.read[1] = found.read[1];
+    shared.write[1] = write_factor<EXP_AVG_SQ_SCALING>(factor);
+    if (write) {
+      *launch.exp_avg_sq_factor[chunk.tensor] = factor;
+#if EXP_AVG_SQ_SCALING == 2
+      *launch.exp_avg_sq_scale[chunk.tensor] = shared.write[1];
+      *launch.exp_avg_sq_scale_inv[chunk.tensor] = __frcp_rn(shared.write[1]);
+#endif
+    }
+  }
+#endif
+#if MASTER >= 3
+  {
+    const float factor = new_factor<MASTER_SCALING>(__uint_as_float(found.absmax[2]));
+    shared.read[2] = found.read[2];
+    shared.write[2] = write_factor<MASTER_SCALING>(factor);
+    if (write) *launch.master_factor[chunk.tensor] = factor;
+  }
+#endif
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant__ Launch launch) {
+  const Chunk chunk(launch, blockIdx.x);
+  const Tensors tensors(launch, chunk.tensor);
+  if (tensors.grad == 0) return;
 #if CAPTURABLE
   if (*launch.live.skip == 1) return;
   // Two powers in double: once per block.
@@ -120,67 +308,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant
     scalars.correction2 = corrections[1];
   }
   scalars.lr = *launch.live.lr;
-  const LaunchConstants constants(scalars, *launch.live.inv_scale);
+  Shared shared(scalars);
+  shared.inv_scale = *launch.live.inv_scale;
 #else
-  const LaunchConstants constants(launch.scalars);
+  Shared shared(launch.scalars);
 #endif
-
-  for (u32 base = threadIdx.x * VECTOR; base < body; base += THREADS * VECTOR * UNROLL) {
-    Operands operands[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const u32 at = base + u * THREADS * VECTOR;
-      if (at < body) {
-        load(operands[u].grad, grad, start + at, grad_aligned);
-#if MASTER != 1
-        load(operands[u].param, param, start + at, param_aligned);
+#if TWO_PASSES
+  exchange_factors(launch, chunk, shared);
 #endif
-        load(operands[u].exp_avg, exp_avg, start + at, exp_avg_aligned);
-        load(operands[u].exp_avg_sq, exp_avg_sq, start + at, exp_avg_sq_aligned);
-#if MASTER
-        load(operands[u].master, master, start + at, master_aligned);
+#if PARAM_SCALING
+  shared.param_scale = *launch.param_scale[chunk.tensor];
 #endif
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const u32 at = base + u * THREADS * VECTOR;
-      if (at < body) {
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) operands[u].update(constants, i);
-#if CAPTURABLE
-        store(operands[u].grad, grad, start + at, grad_aligned);
+  u32 amax = 0;
+  walk<true>(tensors, chunk, true, [&](Operands& operands, int i) {
+    const u32 p = operands.update(shared, i);
+    if (PARAM_SCALING) record(amax, p);
+  });
+#if PARAM_SCALING
+  raise_amax(launch.param_amax[chunk.tensor], block_max(amax));
+  if (chunk.first && threadIdx.x == 0) *launch.param_scale_inv[chunk.tensor] = __frcp_rn(shared.param_scale);
 #endif
-        store(operands[u].param, param, start + at, param_aligned);
-        store(operands[u].exp_avg, exp_avg, start + at, exp_avg_aligned);
-        store(operands[u].exp_avg_sq, exp_avg_sq, start + at, exp_avg_sq_aligned);
-#if MASTER
-        store(operands[u].master, master, start + at, master_aligned);
-#endif
-      }
-    }
-  }
-
-  // The last elements of a tensor, fewer than a group: a thread each.
-  const u64 at = start + body + threadIdx.x;
-  if (body + threadIdx.x < count) {
-    Operands operand;
-    operand.grad.element[0] = reinterpret_cast<const GRAD::Bits*>(grad)[at];
-    operand.param.element[0] = reinterpret_cast<const PARAM::Bits*>(param)[at];
-    operand.exp_avg.element[0] = reinterpret_cast<const MOMENT::Bits*>(exp_avg)[at];
-    operand.exp_avg_sq.element[0] = reinterpret_cast<const MOMENT::Bits*>(exp_avg_sq)[at];
-#if MASTER
-    operand.master.element[0] = reinterpret_cast<const Master::Bits*>(master)[at];
-#endif
-    operand.update(constants, 0);
-#if CAPTURABLE
-    reinterpret_cast<GRAD::Bits*>(grad)[at] = operand.grad.element[0];
-#endif
-    reinterpret_cast<PARAM::Bits*>(param)[at] = operand.param.element[0];
-    reinterpret_cast<MOMENT::Bits*>(exp_avg)[at] = operand.exp_avg.element[0];
-    reinterpret_cast<MOMENT::Bits*>(exp_avg_sq)[at] = operand.exp_avg_sq.element[0];
-#if MASTER
-    reinterpret_cast<Master::Bits*>(master)[at] = operand.master.element[0];
-#endif
-  }
 }

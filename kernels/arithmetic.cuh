@@ -88,5 +88,11 @@ __device__ __forceinline__ void split_remainder(float x, u16& high, u16& low) {
   const u32 bits = __float_as_uint(x);
   high = static_cast<u16>(bits >> 16);
   low = static_cast<u16>(bits);
-  if (low & 0x8000) high += 1;
+  if ((bits & 0x7fffffff) > 0x7f800000) {
+    // Rounded like a number, NaN would become -0.0: stock hides it so from everyone who reads the parameter.
+    high |= 0x40;
+    low &= 0x7fff;
+  } else if (low & 0x8000) {
+    high += 1;
+  }
 }

@@ -98,11 +98,13 @@ pub struct Header {
     pub live: Live,
     /// Whether a capturable launch computes bias corrections.
     pub bias_correction: bool,
+    /// Address of what the first pass over scaled states leaves for the second; 0 without.
+    pub found: u64,
 }
 
 impl Header {
     /// Words of a header and the tensor count.
-    pub const WORDS: usize = 9;
+    pub const WORDS: usize = 10;
 
     /// The header of a step whose numbers the host has.
     pub fn new(options: &Options) -> Header {
@@ -112,7 +114,7 @@ impl Header {
     /// The header of a step whose numbers the device has; `lr` and `step` of `options` are not used.
     pub fn live(options: &Options, live: Live) -> Header {
         let scalars = Scalars::new(&Options { bias_correction: false, ..*options });
-        Header { scalars, live, bias_correction: options.bias_correction }
+        Header { scalars, live, bias_correction: options.bias_correction, found: 0 }
     }
 
     /// The words that open a launch of `tensors` tensors.
@@ -128,6 +130,7 @@ impl Header {
             live.step,
             live.inv_scale,
             live.skip,
+            self.found,
             pair(tensors as u32, u32::from(self.bias_correction)),
         ]
     }

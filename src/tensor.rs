@@ -18,19 +18,32 @@ pub enum Dtype {
     I16,
     /// 32-bit integer: a step or flag on the device.
     I32,
+    /// Bytes whose meaning their owner knows: the data of an fp8 tensor.
+    U8,
+    /// fp8 with 4 bits of exponent.
+    E4M3,
+    /// fp8 with 5 bits of exponent.
+    E5M2,
     /// Anything else: no kernel takes it.
     Other,
 }
 
 impl Dtype {
-    /// The kernels' name of a floating type they compute with.
+    /// The kernels' name of a floating type they read or write.
     pub fn kernel_name(self) -> Option<&'static str> {
         match self {
             Dtype::F32 => Some("F32"),
             Dtype::F16 => Some("F16"),
             Dtype::BF16 => Some("BF16"),
-            Dtype::I16 | Dtype::I32 | Dtype::Other => None,
+            Dtype::E4M3 => Some("E4M3"),
+            Dtype::E5M2 => Some("E5M2"),
+            Dtype::I16 | Dtype::I32 | Dtype::U8 | Dtype::Other => None,
         }
+    }
+
+    /// Whether a gradient can have it.
+    pub fn is_gradient(self) -> bool {
+        matches!(self, Dtype::F32 | Dtype::F16 | Dtype::BF16)
     }
 
     /// torch's name.
@@ -41,6 +54,9 @@ impl Dtype {
             Dtype::BF16 => "bfloat16",
             Dtype::I16 => "int16",
             Dtype::I32 => "int32",
+            Dtype::U8 => "uint8",
+            Dtype::E4M3 => "float8_e4m3fn",
+            Dtype::E5M2 => "float8_e5m2",
             Dtype::Other => "another dtype",
         }
     }

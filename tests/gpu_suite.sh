@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The gpu suite against stock Transformer Engine, and the benchmark: for anyone with a GPU, torch, Transformer Engine and
-# this project's wheel installed.
+# The gpu suite against stock Transformer Engine, and the benchmark: for anyone with a GPU, torch, Transformer Engine,
+# pytest-xdist and this project's wheel installed.
 #
 #   tests/gpu_suite.sh OUT [core|all] [benchmark options...]     OUT: folder for logs and JSON
 #
@@ -13,10 +13,23 @@ cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
 selection=gpu
 [ "$part" = core ] && selection="gpu and core"
-PARITY_SUMMARY=$out/parity.json python3 -m pytest -q -p no:cacheprovider -m "$selection" tests/parity --durations=5 >"$out/pytest.log" 2>&1
+tally=$(mktemp -d)
+PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -n "${PROCESSES:-8}" -m "$selection" tests/parity --durations=5 \
+  >"$out/pytest.log" 2>&1
 status=$?
 grep -vE '^(SKIPPED|\.|s)' "$out/pytest.log" | tail -45
-[ -f "$out/parity.json" ] && cat "$out/parity.json" && echo
+python3 - "$tally" "$out/parity.json" "$selection" <<'PY'
+import collections, datetime, json, pathlib, sys
+import torch, te_patches
+total = collections.Counter()
+for file in pathlib.Path(sys.argv[1]).glob("*.json"):
+    total.update(json.loads(file.read_text()))
+about = {"te": te_patches._releases._version(), "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+about |= {"date": datetime.date.today().isoformat(), "selection": sys.argv[3]}
+text = json.dumps({**total, **about}, indent=1)
+pathlib.Path(sys.argv[2]).write_text(text + "\n")
+print(text)
+PY
 if [ "$part" = all ]; then
   python3 benches/step.py --out "$out/step.json" "$@" 2>"$out/step.log" || status=1
   grep "not measured" "$out/step.log"

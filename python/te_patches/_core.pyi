@@ -5,7 +5,19 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
-_Variant = tuple[str, str, str, str, str]
+__all__ = [
+    "Plan",
+    "adam_reference",
+    "compile_kernel",
+    "kernel_variants",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "proofs",
+    "record_proof",
+]
+
+_Variant = tuple[str, str, str, str, str, str]
+_Entry = Any | tuple[Any, ...]
 
 @final
 class Plan:
@@ -17,11 +29,12 @@ class Plan:
         optimizer: Any,
         mode: Literal["auto", "native", "te"],
         served: list[int],
-        strict_parity: bool,
-        count_empty: bool,
+        release: Any,
         live: list[tuple[Any, Any, Any]] | None,
     ) -> tuple[Literal["initialize", "prove", "lower"], list[Any]] | None:
         """Takes one step, or returns what has to be done first; the optimizer is then as it was.
+
+        `release`: what the installed Transformer Engine does (`te_patches._releases.Release`).
 
         `live`: in capturable mode the (step, inv_scale, skip) of each group, one-element tensors; counters are then the
         caller's to advance.
@@ -34,7 +47,7 @@ class Plan:
         """Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made."""
 
 def multi_tensor_adam(
-    tensor_lists: list[list[Any]],
+    tensor_lists: list[list[_Entry]],
     lr: float,
     beta1: float,
     beta2: float,
@@ -43,16 +56,21 @@ def multi_tensor_adam(
     mode: int,
     bias_correction: int,
     weight_decay: float,
-    remainder: bool,
+    master: str,
 ) -> None:
-    """Adam on lists of plain tensors: [gradients, parameters, exp_avg, exp_avg_sq] and, as a fifth, fp32 masters or,
-    with `remainder`, int16 remainders. `mode` is 1 for AdamW, 0 for L2; `step` counts from 1. Runs on the tensors' own
-    device, on torch's current stream. RuntimeError for lists of unequal lengths and tensors that do not belong
-    together; nothing has changed then.
+    """Adam on lists of plain tensors: [gradients, parameters, exp_avg, exp_avg_sq] and, as a fifth, masters or
+    remainders as `master` says ("none", "float32", "float16", "idle float16", "remainder"). `mode` is 1 for AdamW, 0
+    for L2; `step` counts from 1.
+
+    Gradients: float32, float16, bfloat16; parameters also float8; moments float32, bfloat16, scaled float16 and float8.
+    A scaled tensor is a tuple with one-element float32 tensors: (float16, factor); a float8 state (data, factor, scale,
+    scale_inv, amax); a float8 parameter (data, scale, scale_inv, amax). Runs on the tensors' own device, on torch's
+    current stream. RuntimeError for lists of unequal lengths and tensors that do not belong together, ValueError for
+    an unknown `master`; nothing has changed then.
     """
 
 def multi_tensor_adam_capturable(
-    tensor_lists: list[list[Any]],
+    tensor_lists: list[list[_Entry]],
     lr: Any,
     beta1: float,
     beta2: float,
@@ -88,7 +106,7 @@ def adam_reference(
     """
 
 def kernel_variants() -> list[_Variant]:
-    """Every combination of storage types that has a kernel: (gradient, parameter, moments, master, mode)."""
+    """Every combination of storage types with a kernel: (gradient, parameter, exp_avg, exp_avg_sq, master, mode)."""
 
 def compile_kernel(variant: _Variant, arch: int, large: bool) -> tuple[bytes, str]:
     """Compiles one kernel for compute capability `arch` (90 for sm_90) with NVRTC; returns (machine code, log).

@@ -1,8 +1,10 @@
-"""Keeps zero-element tensors out of Transformer Engine's kernels, for the tiers that call them.
+"""Keeps zero-element tensors out of Transformer Engine's kernels, for the tiers that call them, and out of its search
+for the largest magnitude of a scaled state, in which `torch.aminmax` fails for want of elements.
 
-Layer: the name `multi_tensor_applier` in the module of FusedAdam, looked up at every call. `MultiTensorApply.__call__`
-is left alone: Megatron's norms and FusedSGD share it. Up to 2.17 an empty tensor in a list corrupts launches
-(NVIDIA/TransformerEngine issues 3202 and 3207); from 2.18 the applier filters by itself and this patch steps aside.
+Layer: FusedAdam's method `_apply_scale`; and the name `multi_tensor_applier` in the module of FusedAdam, looked up at
+every call. `MultiTensorApply.__call__` is left alone: Megatron's norms and FusedSGD share it. Up to 2.17 an empty
+tensor in a list corrupts launches (NVIDIA/TransformerEngine issues 3202, 3207); from 2.18 the applier filters by itself
+and that patch steps aside.
 """
 
 from __future__ import annotations
@@ -44,3 +46,14 @@ def filtering(applier: Callable[..., Any]) -> Callable[..., Any]:
     # NeMo's own filter looks for this mark before it wraps the applier.
     multi_tensor_applier._nemo_empty_shard_patch = True  # type: ignore[attr-defined]
     return multi_tensor_applier
+
+
+def scaling(stock: Callable[..., None]) -> Callable[..., None]:
+    """`FusedAdam._apply_scale`, which has nothing to scale where there are no elements."""
+
+    @functools.wraps(stock)
+    def _apply_scale(self: Any, state_name: str, unscaled_state: Any, scaled_state: Any, scale: Any) -> None:
+        if unscaled_state.numel() > 0:
+            stock(self, state_name, unscaled_state, scaled_state, scale)
+
+    return _apply_scale

@@ -82,7 +82,11 @@ def apply(kernels: Kernels | None = None) -> None:
         fused_adam = _releases.import_fused_adam()
         release = _releases.probe(fused_adam)
         switch = _step.Switch(chosen, release)
-        patches = [_patch_step(fused_adam, switch), _patch_applier(fused_adam, release)]
+        patches = [
+            _patch_step(fused_adam, switch),
+            _patch_applier(fused_adam, release),
+            _patch_scaling(fused_adam, release),
+        ]
         for patch in patches:
             if patch.replacement is not None:
                 setattr(patch.owner, patch.name, patch.replacement)
@@ -143,6 +147,16 @@ def _patch_applier(fused_adam: ModuleType, release: _releases.Release) -> Patch:
     replacement = _empty_shards.filtering(original)
     why = "empty tensors corrupt this release's launches"
     return Patch(target, "patched", why, fused_adam, "multi_tensor_applier", original, replacement)
+
+
+def _patch_scaling(fused_adam: ModuleType, release: _releases.Release) -> Patch:
+    target = f"{fused_adam.__name__}.FusedAdam._apply_scale"
+    if release.scales_empty:
+        return Patch(target, "stepped aside", "this release scales states without elements")
+    optimizer = fused_adam.FusedAdam
+    original = vars(optimizer)["_apply_scale"]
+    why = "scaled states without elements fail in this release"
+    return Patch(target, "patched", why, optimizer, "_apply_scale", original, _empty_shards.scaling(original))
 
 
 def _rehook(optimizer: Any) -> None:

@@ -21,12 +21,18 @@ class Release:
     version: str
     filters_empty: bool
     """Its applier drops columns without elements (2.18 and later)."""
+    scales_empty: bool
+    """Its scaling of fp16 and fp8 states takes shards without elements (no release yet)."""
     counts_empty_groups: bool
     """A group without parameters advances its counter (2.19 and later)."""
     strict_parity: bool
     """States of DTensor parameters are DTensors, and a DTensor beside a plain tensor is refused (2.14 and later)."""
     bf16_moments_in_kernel: bool
     """Its kernels read and write bf16 moments (2.13 and later)."""
+    quantizes_from_master: bool
+    """It updates the fp32 masters of quantized parameters and quantizes them anew (2.14 and later)."""
+    delayed_scaling_apart: bool
+    """Only parameters with delayed scaling take its FP8 kernel, not those with current scaling (2.16 and later)."""
 
 
 def import_fused_adam() -> ModuleType:
@@ -60,9 +66,12 @@ def probe(fused_adam: ModuleType) -> Release:
     return Release(
         version=_version(),
         filters_empty=_filters_empty(applier),
+        scales_empty=_scales_empty(optimizer),
         counts_empty_groups=_counts_empty_groups(optimizer),
         strict_parity="from_local" in names(optimizer.state_dict),
         bf16_moments_in_kernel="skip_unscale" in inspect.signature(optimizer.get_unscaled_state).parameters,
+        quantizes_from_master="quantize_" in names(optimizer.step),
+        delayed_scaling_apart="Float8Quantizer" in names(optimizer.step),
     )
 
 
@@ -88,6 +97,18 @@ def _filters_empty(applier: Any) -> bool:
     empty, full = torch.empty(0), torch.ones(1)
     applier(operation, None, [[empty, full], [empty, full]])
     return seen == [1]
+
+
+def _scales_empty(optimizer: Any) -> bool:
+    import torch
+
+    half = torch.float16
+    stub = SimpleNamespace(name_to_dtype_map={"state": half}, dtype_to_range_map={half: torch.ones(1)})
+    try:
+        inspect.unwrap(optimizer._apply_scale)(stub, "state", torch.empty(0), torch.empty(0, dtype=half), torch.ones(1))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _counts_empty_groups(optimizer: Any) -> bool:

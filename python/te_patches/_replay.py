@@ -81,6 +81,7 @@ def step(optimizer: Any, group: dict[str, Any], release: Release) -> None:
                 else:
                     # Transformer Engine's kernels take no CPU tensors.
                     remainder = function is optimizer.multi_tensor_adam_param_remainder
-                    _core.multi_tensor_adam(lists, *scalars, remainder)
+                    master = "remainder" if remainder else "none" if len(lists) == 4 else "float32"
+                    _core.multi_tensor_adam(lists, *scalars, master)
     for tensor, copy in reversed(written):
         tensor.copy_(copy)

@@ -57,7 +57,7 @@ def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., 
     counters = Counters(optimizer, grad_scaler, release.counts_empty_groups) if optimizer.capturable else None
     live = counters.live if counters else None
     while True:
-        todo = plan.step(optimizer, kernels, served, release.strict_parity, release.counts_empty_groups, live)
+        todo = plan.step(optimizer, kernels, served, release, live)
         if todo is None:
             if counters:
                 counters.commit()

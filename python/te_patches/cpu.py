@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from te_patches import _core
+from te_patches import _core, _cpu_quantize
 
 _MARK = "_te_patches_stand_in"
 
@@ -130,6 +130,10 @@ def _native(root: Path) -> ModuleType:
         "DType": enum.IntEnum("DType", _dtype_names(root), start=0),
         "multi_tensor_adam": functools.partial(_adam, False),
         "multi_tensor_adam_param_remainder": functools.partial(_adam, True),
+        "multi_tensor_adam_fp8": _adam_fp8,
+        "create_empty_quantized_tensor": _cpu_quantize.create_empty_quantized_tensor,
+        "quantize": _cpu_quantize.quantize,
+        "dequantize": _cpu_quantize.dequantize,
         "multi_tensor_adam_capturable": functools.partial(_adam_capturable, 4),
         "multi_tensor_adam_capturable_master": functools.partial(_adam_capturable, 5),
     }
@@ -178,7 +182,23 @@ def _adam(remainder: bool, chunk_size: int, noop_flag: Any, lists: list[list[Any
     _check(lists, 5 if remainder else 0, chunk_size)
     lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay = arguments
     scalars = (float(lr), beta1, beta2, eps, int(step), mode, bias_correction, weight_decay)
-    _core.multi_tensor_adam(_sized(lists), *scalars, remainder)
+    master = "remainder" if remainder else "none" if len(lists) == 4 else "float32"
+    _core.multi_tensor_adam(_sized(lists), *scalars, master)
+
+
+def _adam_fp8(chunk_size: int, noop_flag: Any, lists: list[list[Any]], *arguments: Any) -> None:
+    import torch
+
+    _check(lists, 8, chunk_size)
+    grads, params, exp_avg, exp_avg_sq, masters, scales, amaxes, scale_invs = lists
+    lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, fp8 = arguments
+    dtype = torch.float8_e4m3fn if fp8.name == "kFloat8E4M3" else torch.float8_e5m2
+    entries = [
+        (param.view(dtype), scale, scale_inv, amax)
+        for param, scale, scale_inv, amax in zip(params, scales, scale_invs, amaxes, strict=True)
+    ]
+    scalars = (float(lr), beta1, beta2, eps, int(step), mode, bias_correction, weight_decay)
+    _core.multi_tensor_adam([grads, entries, exp_avg, exp_avg_sq, masters], *scalars, "float32")
 
 
 def _adam_capturable(expected: int, chunk_size: int, noop_flag: Any, lists: list[list[Any]], *arguments: Any) -> None:
@@ -189,7 +209,7 @@ def _adam_capturable(expected: int, chunk_size: int, noop_flag: Any, lists: list
 
 
 def _build_on_cpu(optimizer: Any) -> None:
-    """Makes the constructor's own CUDA buffers on the CPU, by what torch is asked for and not by editing source."""
+    """Makes the optimizer's own CUDA buffers on the CPU, by what torch is asked for and not by editing source."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -201,11 +221,14 @@ def _build_on_cpu(optimizer: Any) -> None:
                 kwargs["device"] = "cpu"
             return function(*args, **kwargs)
 
-    build = optimizer.__init__
+    def on_cpu(method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with OnCpu():
+                return method(self, *args, **kwargs)
 
-    @functools.wraps(build)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with OnCpu():
-            build(self, *args, **kwargs)
+        return wrapper
 
-    optimizer.__init__ = __init__
+    # fp8 states of older releases are made on the GPU whatever their parameter's device.
+    for name in ("__init__", "_initialize_state"):
+        setattr(optimizer, name, on_cpu(vars(optimizer)[name]))

@@ -34,26 +34,31 @@ pub fn merge_remainder(high: u16, low: u16) -> f32 {
     f32::from_bits(u32::from(high) << 16 | u32::from(low))
 }
 
-/// The bf16 parameter (rounded half away from zero) and int16 remainder of an fp32 value.
+/// The bf16 parameter (rounded half away from zero) and int16 remainder of an fp32 value. NaN stays NaN in both, where
+/// stock rounds it to -0.0.
 pub fn split_remainder(x: f32) -> (u16, u16) {
     let bits = x.to_bits();
-    let low = bits as u16;
-    ((bits >> 16) as u16 + (low >> 15), low)
+    let (high, low) = ((bits >> 16) as u16, bits as u16);
+    if x.is_nan() { (high | 0x40, low & 0x7fff) } else { (high + (low >> 15), low) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::options::Options;
+    use half::bf16;
     use proptest::prelude::*;
 
     proptest! {
         #[test]
         fn splitting_and_merging_keeps_every_bit(bits in any::<u32>()) {
             let x = f32::from_bits(bits);
-            prop_assume!(bits != 0x7fff_ffff && bits != 0xffff_ffff);
             let (high, low) = split_remainder(x);
-            prop_assert_eq!(merge_remainder(high, low).to_bits(), bits);
+            if x.is_nan() {
+                prop_assert!(bf16::from_bits(high).is_nan() && merge_remainder(high, low).is_nan());
+            } else {
+                prop_assert_eq!(merge_remainder(high, low).to_bits(), bits);
+            }
         }
 
         #[test]
@@ -78,6 +83,12 @@ mod tests {
             prop_assert!((f64::from(v1[0]) - v).abs() <= 1e-5 * v.abs().max(1.0), "{} {}", v1[0], v);
             prop_assert!((f64::from(p1[0]) - expected).abs() <= 1e-5 * expected.abs().max(1.0), "{} {expected}", p1[0]);
         }
+    }
+
+    #[test]
+    fn the_gpus_nan_is_nan_in_the_parameter_too() {
+        let (high, low) = split_remainder(f32::from_bits(0x7fff_ffff));
+        assert!(bf16::from_bits(high).is_nan() && merge_remainder(high, low).is_nan());
     }
 
     #[test]

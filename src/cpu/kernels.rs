@@ -6,55 +6,98 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainder, split_remainder};
+use crate::cpu::fp8::{narrow_e4m3, narrow_e5m2, widen_e4m3};
+use crate::cpu::scaling::{self, Factors, Found};
 use crate::options::{Header, Live, Scalars};
-use crate::plan::column::{Master, Variant};
+use crate::plan::column::{Master, Role, Variant};
+use crate::plan::operands::{Addresses, Scaled};
 use crate::plan::table::{CHUNK, Table};
 use crate::tensor::Dtype;
 
-/// fp32 gradient, parameter and moments of one block.
-struct Scratch([Box<[f32; BLOCK]>; 4]);
+/// fp32 gradient, value, moments and unused master of one block.
+struct Scratch([Box<[f32; BLOCK]>; 5]);
 
 impl Default for Scratch {
     fn default() -> Scratch {
-        Scratch([(); 4].map(|()| Box::new([0.0; BLOCK])))
+        Scratch([(); 5].map(|()| Box::new([0.0; BLOCK])))
     }
 }
 
 /// Runs one launch.
 ///
 /// # Safety
-/// Every tensor with a gradient must have, at each of its `variant.operands()` addresses, `numel` elements of the
-/// variant's type that stay valid for the call; what the update writes is touched by nothing else meanwhile. The live
-/// addresses of a capturable launch must be those of one element each.
+/// Every tensor with a gradient must have, at each of its addresses, `numel` elements of the variant's type, or for
+/// scaling one fp32 element, that stay valid for the call; what the update writes is touched by nothing else meanwhile.
+/// The live addresses of a capturable launch must be those of one element each.
 pub unsafe fn adam(table: &Table, variant: Variant, header: &Header) {
-    let mut inv_scale = None;
-    let mut scalars = header.scalars;
+    let mut update = Update { variant, scalars: header.scalars, inv_scale: None };
     if variant.capturable {
         // SAFETY: the caller's promise for the live addresses.
         let (lr, step, scale, skip) = unsafe { read_live(&header.live) };
         if skip == 1 {
             return;
         }
-        inv_scale = Some(scale);
-        scalars = scalars.with_live(lr, header.bias_correction.then_some(step));
+        update.inv_scale = Some(scale);
+        update.scalars = update.scalars.with_live(lr, header.bias_correction.then_some(step));
     }
-    let scalars = &scalars;
-    let chunks: Vec<(usize, u64)> = (0..table.len())
+    let mut tensors: Vec<(u64, Addresses, Factors)> = (0..table.len())
         .filter(|&tensor| table.addresses(tensor)[0] != 0)
-        .flat_map(|tensor| (0..table.numel(tensor).div_ceil(CHUNK)).map(move |chunk| (tensor, chunk)))
+        .map(|tensor| {
+            let addresses = Addresses::unpack(&variant, table.addresses(tensor));
+            // SAFETY: the caller's promise for the scaling.
+            (table.numel(tensor), addresses, unsafe { scaling::read(&variant, &addresses) })
+        })
         .collect();
-    chunks.into_par_iter().for_each_init(Scratch::default, |scratch, (tensor, chunk)| {
-        let end = table.numel(tensor).min((chunk + 1) * CHUNK);
-        let mut start = chunk * CHUNK;
-        while start < end {
-            let count = (end - start).min(BLOCK as u64);
-            // SAFETY: the elements lie within the tensors by the caller's promise, and no other chunk has them.
-            unsafe {
-                block(table.addresses(tensor), start as usize, count as usize, variant, scalars, inv_scale, scratch)
-            };
-            start += count;
+    if variant.two_passes() {
+        // SAFETY: the caller's promise.
+        let found = unsafe { update.run(&tensors, false) };
+        for ((_, addresses, factors), found) in tensors.iter_mut().zip(&found) {
+            // SAFETY: the caller's promise for the scaling.
+            unsafe { scaling::exchange(&variant, addresses, factors, found) };
         }
-    });
+    }
+    // SAFETY: the caller's promise.
+    let found = unsafe { update.run(&tensors, true) };
+    for ((_, addresses, factors), found) in tensors.iter().zip(&found) {
+        // SAFETY: the caller's promise for the scaling.
+        unsafe { scaling::finish(&variant, addresses, factors, found) };
+    }
+}
+
+/// What all elements of a launch share.
+struct Update {
+    variant: Variant,
+    scalars: Scalars,
+    inv_scale: Option<f32>,
+}
+
+impl Update {
+    /// Runs over all chunks; returns the largest magnitudes per tensor. Writes nothing if not told to.
+    ///
+    /// # Safety
+    /// As for [`adam`].
+    unsafe fn run(&self, tensors: &[(u64, Addresses, Factors)], write: bool) -> Vec<Found> {
+        let found: Vec<Found> = tensors.iter().map(|_| Found::default()).collect();
+        let chunks: Vec<(usize, u64)> = tensors
+            .iter()
+            .enumerate()
+            .flat_map(|(tensor, (numel, ..))| (0..numel.div_ceil(CHUNK)).map(move |chunk| (tensor, chunk)))
+            .collect();
+        chunks.into_par_iter().for_each_init(Scratch::default, |scratch, (tensor, chunk)| {
+            let (numel, addresses, factors) = &tensors[tensor];
+            let end = (*numel).min((chunk + 1) * CHUNK);
+            let mut start = chunk * CHUNK;
+            while start < end {
+                let count = (end - start).min(BLOCK as u64);
+                // SAFETY: the elements lie within the tensors by the caller's promise, and no other chunk has them.
+                unsafe {
+                    self.block(addresses, factors, start as usize, count as usize, scratch, &found[tensor], write)
+                };
+                start += count;
+            }
+        });
+        found
+    }
 }
 
 /// Learning rate, step, inverse scale and skip flag of a capturable launch.
@@ -70,59 +113,81 @@ unsafe fn read_live(live: &Live) -> (f32, i32, f32, i32) {
     }
 }
 
-/// Updates `count` elements from `start`.
-///
-/// # Safety
-/// As for [`adam`], for these elements.
-unsafe fn block(
-    addresses: &[u64; 5],
-    start: usize,
-    count: usize,
-    variant: Variant,
-    scalars: &Scalars,
-    inv_scale: Option<f32>,
-    scratch: &mut Scratch,
-) {
-    let [g, p, m, v] = scratch.0.each_mut().map(|buffer| &mut buffer[..count]);
-    let [grad, param, exp_avg, exp_avg_sq, master] = *addresses;
-    // SAFETY: by the caller's promise these addresses hold `start + count` elements of these types.
-    unsafe {
-        load(variant.grad, grad, start, g);
-        load(variant.moment, exp_avg, start, m);
-        load(variant.moment, exp_avg_sq, start, v);
-        match variant.master {
-            Master::None => load(variant.param, param, start, p),
-            Master::F32 => load(Dtype::F32, master, start, p),
-            Master::Remainder => {
-                let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
-                for ((p, &high), &low) in p.iter_mut().zip(high.iter()).zip(low.iter()) {
-                    *p = merge_remainder(high, low);
+impl Update {
+    /// Updates `count` elements from `start`, or only finds their new magnitudes.
+    ///
+    /// # Safety
+    /// As for [`adam`], for these elements.
+    #[allow(clippy::too_many_arguments, reason = "one block of one tensor")]
+    unsafe fn block(
+        &self,
+        addresses: &Addresses,
+        factors: &Factors,
+        start: usize,
+        count: usize,
+        scratch: &mut Scratch,
+        found: &Found,
+        write: bool,
+    ) {
+        let Update { variant, scalars, inv_scale } = self;
+        let [g, p, m, v, idle] = scratch.0.each_mut().map(|buffer| &mut buffer[..count]);
+        let [grad, param, exp_avg, exp_avg_sq, master] = addresses.tensors;
+        let [_, _, read_m, read_v, read_master] = factors.read;
+        let [_, write_p, write_m, write_v, write_master] = factors.write;
+        // SAFETY: by the caller's promise these addresses hold `start + count` elements of these types.
+        unsafe {
+            load(variant.grad, grad, start, 1.0, g);
+            load(variant.exp_avg, exp_avg, start, read_m, m);
+            load(variant.exp_avg_sq, exp_avg_sq, start, read_v, v);
+            match variant.master {
+                Master::None => load(variant.param, param, start, 1.0, p),
+                Master::F32 => load(Dtype::F32, master, start, 1.0, p),
+                Master::F16 => load(Dtype::F16, master, start, read_master, p),
+                Master::F16Idle => {
+                    load(variant.param, param, start, 1.0, p);
+                    load(Dtype::F16, master, start, read_master, idle);
+                }
+                Master::Remainder => {
+                    let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
+                    for ((p, &high), &low) in p.iter_mut().zip(high.iter()).zip(low.iter()) {
+                        *p = merge_remainder(high, low);
+                    }
                 }
             }
         }
-    }
-    if let Some(inv_scale) = inv_scale {
-        g.iter_mut().for_each(|g| *g *= inv_scale);
-        // SAFETY: as above; a capturable step writes its gradients.
-        unsafe { store(variant.grad, grad, start, g) };
-    }
-    adam_update(scalars, variant.capturable, g, p, m, v);
-    // SAFETY: as above.
-    unsafe {
-        store(variant.moment, exp_avg, start, m);
-        store(variant.moment, exp_avg_sq, start, v);
-        match variant.master {
-            Master::None => store(variant.param, param, start, p),
-            Master::F32 => {
-                store(Dtype::F32, master, start, p);
-                store(variant.param, param, start, p);
-            }
-            Master::Remainder => {
+        if let Some(inv_scale) = inv_scale {
+            g.iter_mut().for_each(|g| *g *= inv_scale);
+            // SAFETY: as above; a capturable step writes its gradients.
+            unsafe { store(variant.grad, grad, start, 1.0, g) };
+        }
+        adam_update(scalars, variant.capturable, g, p, m, v);
+        if !write {
+            found.raise(Role::ExpAvg, m);
+            found.raise(Role::ExpAvgSq, v);
+            found.raise(Role::Master, if variant.master == Master::F16Idle { idle } else { p });
+            return;
+        }
+        // SAFETY: as above.
+        unsafe {
+            store(variant.exp_avg, exp_avg, start, write_m, m);
+            store(variant.exp_avg_sq, exp_avg_sq, start, write_v, v);
+            if variant.master == Master::Remainder {
                 let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
                 for ((high, low), &p) in high.iter_mut().zip(low.iter_mut()).zip(p.iter()) {
                     (*high, *low) = split_remainder(p);
                 }
+                return;
             }
+            store(variant.param, param, start, write_p, p);
+            match variant.master {
+                Master::F32 => store(Dtype::F32, master, start, 1.0, p),
+                Master::F16 => store(Dtype::F16, master, start, write_master, p),
+                Master::F16Idle => store(Dtype::F16, master, start, write_master, idle),
+                Master::None | Master::Remainder => {}
+            }
+        }
+        if variant.scaled(Role::Param) != Scaled::No {
+            found.raise(Role::Param, p);
         }
     }
 }
@@ -136,11 +201,11 @@ unsafe fn elements<'a, T>(address: u64, start: usize, count: usize) -> &'a mut [
     unsafe { std::slice::from_raw_parts_mut((address as *mut T).add(start), count) }
 }
 
-/// Widens elements to fp32.
+/// Widens elements to fp32 and multiplies them by what they were divided by.
 ///
 /// # Safety
 /// As for [`elements`].
-unsafe fn load(dtype: Dtype, address: u64, start: usize, out: &mut [f32]) {
+unsafe fn load(dtype: Dtype, address: u64, start: usize, factor: f32, out: &mut [f32]) {
     let count = out.len();
     // SAFETY: the caller's promise. Gradients may be shared between tensors, so they are only ever read: no `&mut`
     // to them is made.
@@ -154,16 +219,31 @@ unsafe fn load(dtype: Dtype, address: u64, start: usize, out: &mut [f32]) {
                 let source = std::slice::from_raw_parts((address as *const f16).add(start), count);
                 source.convert_to_f32_slice(out);
             }
+            Dtype::E4M3 => {
+                let source = std::slice::from_raw_parts((address as *const u8).add(start), count);
+                out.iter_mut().zip(source).for_each(|(out, &code)| *out = widen_e4m3(code));
+            }
             _ => out.copy_from_slice(std::slice::from_raw_parts((address as *const f32).add(start), count)),
         }
     }
+    if factor != 1.0 {
+        out.iter_mut().for_each(|x| *x *= factor);
+    }
 }
 
-/// Rounds fp32 to nearest even and stores.
+/// Multiplies fp32 values, rounds them to nearest even and stores them.
 ///
 /// # Safety
 /// As for [`elements`].
-unsafe fn store(dtype: Dtype, address: u64, start: usize, values: &[f32]) {
+unsafe fn store(dtype: Dtype, address: u64, start: usize, factor: f32, values: &[f32]) {
+    let mut scaled = [0.0; BLOCK];
+    let values = if factor == 1.0 {
+        values
+    } else {
+        let scaled = &mut scaled[..values.len()];
+        scaled.iter_mut().zip(values).for_each(|(scaled, x)| *scaled = x * factor);
+        scaled
+    };
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
@@ -176,6 +256,11 @@ unsafe fn store(dtype: Dtype, address: u64, start: usize, values: &[f32]) {
                 elements::<u16>(address, start, values.len())
                     .reinterpret_cast_mut::<f16>()
                     .convert_from_f32_slice(values);
+            }
+            Dtype::E4M3 | Dtype::E5M2 => {
+                let narrow = if dtype == Dtype::E4M3 { narrow_e4m3 } else { narrow_e5m2 };
+                let target = elements::<u8>(address, start, values.len());
+                target.iter_mut().zip(values).for_each(|(code, &x)| *code = narrow(x));
             }
             _ => elements::<f32>(address, start, values.len()).copy_from_slice(values),
         }
@@ -200,6 +285,10 @@ mod tests {
         })
     }
 
+    fn variant(grad: Dtype, param: Dtype, master: Master) -> Variant {
+        Variant { grad, param, exp_avg: Dtype::F32, exp_avg_sq: Dtype::F32, master, capturable: false }
+    }
+
     fn values(count: usize, seed: u32) -> Vec<f32> {
         let mut state = seed;
         let mut next = || {
@@ -218,12 +307,11 @@ mod tests {
         let mut low: Vec<u16> = master.iter().map(|&x| split_remainder(x).1).collect();
         let mut rounded = vec![bf16::ZERO; count];
         let [mut m1, mut v1, mut m2, mut v2] = [(); 4].map(|()| vec![0.25f32; count]);
-        let run = |master, addresses| {
-            let mut table = Table::default();
+        let run = |master, addresses: [u64; 5]| {
+            let variant = variant(Dtype::BF16, Dtype::BF16, master);
+            let mut table = Table::new(variant.operands());
             assert!(table.push(count as u64));
-            table.set_addresses(0, addresses);
-            let variant =
-                Variant { grad: Dtype::BF16, param: Dtype::BF16, moment: Dtype::F32, master, capturable: false };
+            table.set_addresses(0, &addresses);
             // SAFETY: the vectors outlive the call and hold `count` elements of the variant's types.
             unsafe { adam(&table, variant, &header()) };
         };
@@ -262,17 +350,11 @@ mod tests {
     fn a_tensor_without_a_gradient_is_left_alone() {
         let mut param = values(10, 3);
         let before = param.clone();
-        let mut table = Table::default();
+        let variant = variant(Dtype::F32, Dtype::F32, Master::None);
+        let mut table = Table::new(variant.operands());
         assert!(table.push(10));
         let address = param.as_mut_ptr() as u64;
-        table.set_addresses(0, [0, address, address, address, 0]);
-        let variant = Variant {
-            grad: Dtype::F32,
-            param: Dtype::F32,
-            moment: Dtype::F32,
-            master: Master::None,
-            capturable: false,
-        };
+        table.set_addresses(0, &[0, address, address, address]);
         // SAFETY: no tensor has a gradient, so no address is used.
         unsafe { adam(&table, variant, &header()) };
         assert_eq!(param, before);

@@ -3,4 +3,6 @@
 //! subnormals kept, where the GPU approximates the former and flushes the latter.
 
 pub mod arithmetic;
+pub mod fp8;
 pub mod kernels;
+pub mod scaling;

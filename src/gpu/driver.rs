@@ -53,16 +53,29 @@ impl Gpu {
         Ok(Gpu { context, arch: 10 * major + minor, driver })
     }
 
-    /// Loads machine code and finds a kernel in it.
-    pub fn load(&self, cubin: &[u8], name: &str) -> Result<Function> {
-        let name = CString::new(name)?;
+    /// Loads machine code and finds kernels in it.
+    pub fn load(&self, cubin: &[u8], names: &[&str]) -> Result<Vec<Function>> {
         self.within(|| {
             // SAFETY: NVRTC's machine code carries its own length; it is copied by the driver.
             let module =
                 unsafe { result::module::load_data(cubin.as_ptr().cast()) }.context("the kernel did not load")?;
-            // SAFETY: the module was just loaded and is never unloaded.
-            let function = unsafe { result::module::get_function(module, name) }.context("the kernel was not found")?;
-            Ok(Function(function))
+            let find = |name: &&str| {
+                let name = CString::new(*name)?;
+                // SAFETY: the module was just loaded and is never unloaded.
+                unsafe { result::module::get_function(module, name) }.map(Function).context("the kernel was not found")
+            };
+            names.iter().map(find).collect()
+        })
+    }
+
+    /// Fills memory with zeros.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `address` must be valid on `stream` at that point.
+    pub unsafe fn clear(&self, address: u64, bytes: usize, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        self.within(|| unsafe {
+            result::memset_d8_async(address, 0, bytes, stream.0 as sys::CUstream).context("memory was not cleared")
         })
     }
 

@@ -9,15 +9,21 @@ use crate::gpu::cache::Cache;
 use crate::gpu::driver::{Function, Gpu, Stream};
 use crate::gpu::nvrtc::{self, Compiled, File};
 use crate::options::Header;
-use crate::plan::column::{Master, Variant};
+use crate::plan::column::{Master, Role, Variant};
+use crate::plan::operands::Scaled;
 use crate::plan::table::{CHUNK, Table, capacity};
 
 const SOURCE: File = ("adam.cu", include_str!("../../kernels/adam.cu"));
-const HEADERS: [File; 3] = [
+const HEADERS: [File; 5] = [
     ("access.cuh", include_str!("../../kernels/access.cuh")),
     ("arithmetic.cuh", include_str!("../../kernels/arithmetic.cuh")),
     ("convert.cuh", include_str!("../../kernels/convert.cuh")),
+    ("launch.cuh", include_str!("../../kernels/launch.cuh")),
+    ("scaling.cuh", include_str!("../../kernels/scaling.cuh")),
 ];
+
+/// Bytes per tensor of what a first pass leaves for the second: `Found` of `launch.cuh`.
+pub const FOUND_BYTES: usize = 24;
 
 /// Bytes of kernel parameters that every driver takes.
 pub const SMALL_PARAMETERS: usize = 4096;
@@ -37,6 +43,14 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
         Master::None => 0,
         Master::F32 => 1,
         Master::Remainder => 2,
+        Master::F16 => 3,
+        Master::F16Idle => 4,
+    };
+    let scaling = |role| match variant.scaled(role) {
+        Scaled::No => 0,
+        Scaled::Factor => 1,
+        Scaled::State => 2,
+        Scaled::Param => 3,
     };
     // The fastest of benches/tune.py on an H200, together with THREADS and CHUNK.
     let (vector, unroll) = (4, 2);
@@ -46,8 +60,12 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
         "--ptxas-options=-v".to_owned(),
         format!("-DGRAD={}", name(variant.grad)),
         format!("-DPARAM={}", name(variant.param)),
-        format!("-DMOMENT={}", name(variant.moment)),
+        format!("-DEXP_AVG={}", name(variant.exp_avg)),
+        format!("-DEXP_AVG_SQ={}", name(variant.exp_avg_sq)),
         format!("-DMASTER={master}"),
+        format!("-DPARAM_SCALING={}", scaling(Role::Param)),
+        format!("-DEXP_AVG_SCALING={}", scaling(Role::ExpAvg)),
+        format!("-DEXP_AVG_SQ_SCALING={}", scaling(Role::ExpAvgSq)),
         format!("-DCAPTURABLE={}", u8::from(variant.capturable)),
         format!("-DCAPACITY={}", capacity(parameter_bytes, variant.operands())),
         format!("-DTHREADS={THREADS}"),
@@ -71,13 +89,21 @@ pub enum Proof {
     Unusable(String),
 }
 
+/// The functions of one variant.
+#[derive(Clone, Copy)]
+struct Loaded {
+    update: Function,
+    /// The pass before it, over states that are scaled.
+    absmax: Option<Function>,
+}
+
 /// The kernels of one device.
 pub struct Kernels {
     gpu: Gpu,
     cache: Cache,
     compiler: String,
     parameter_bytes: usize,
-    loaded: HashMap<(Variant, usize), Function>,
+    loaded: HashMap<(Variant, usize), Loaded>,
     proofs: HashMap<Variant, Proof>,
     parameter: Vec<u64>,
 }
@@ -127,53 +153,70 @@ impl Kernels {
         self.proofs.iter()
     }
 
-    /// Runs one table.
+    /// Runs one table; returns the number of launches. `header.found` is the address of `FOUND_BYTES` per tensor if the
+    /// variant takes two passes.
     ///
     /// # Safety
     /// Every tensor with a gradient has `numel` elements of the variant's types at its addresses, valid on `stream`.
-    pub unsafe fn launch(&mut self, variant: Variant, table: &Table, header: &Header, stream: Stream) -> Result<()> {
-        let (function, bytes) = self.function(variant, table)?;
-        let operands = variant.operands();
-        table.write_parameter(header, operands, capacity(bytes, operands), &mut self.parameter);
-        // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
-        unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
+    pub unsafe fn launch(&mut self, variant: Variant, table: &Table, header: &Header, stream: Stream) -> Result<u64> {
+        let (loaded, bytes) = self.function(variant, table)?;
+        table.write_parameter(header, capacity(bytes, variant.operands()), &mut self.parameter);
+        let launch = |function| {
+            // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
+            unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
+        };
+        if let Some(absmax) = loaded.absmax {
+            // SAFETY: the caller's promise.
+            unsafe { self.gpu.clear(header.found, FOUND_BYTES * table.len(), stream) }?;
+            launch(absmax)?;
+        }
+        launch(loaded.update)?;
+        Ok(1 + u64::from(loaded.absmax.is_some()))
     }
 
     /// The kernel for a table: the smallest parameter that holds it, since the driver copies all of it.
-    fn function(&mut self, variant: Variant, table: &Table) -> Result<(Function, usize)> {
+    fn function(&mut self, variant: Variant, table: &Table) -> Result<(Loaded, usize)> {
         let small = table.len() <= capacity(SMALL_PARAMETERS, variant.operands());
         let bytes = if small { SMALL_PARAMETERS } else { LARGE_PARAMETERS };
-        if let Some(&function) = self.loaded.get(&(variant, bytes)) {
-            return Ok((function, bytes));
+        if let Some(&loaded) = self.loaded.get(&(variant, bytes)) {
+            return Ok((loaded, bytes));
         }
         let options = options(variant, bytes, self.gpu.arch);
         let mut key = vec![self.compiler.as_bytes(), SOURCE.1.as_bytes()];
         key.extend(HEADERS.iter().map(|file| file.1.as_bytes()));
         key.extend(options.iter().map(|option| option.as_bytes()));
         let cubin = self.cache.get_or(&key, || compile(&options).map(|compiled| compiled.cubin))?;
-        let function = self.gpu.load(&cubin, "adam")?;
-        self.loaded.insert((variant, bytes), function);
-        Ok((function, bytes))
+        let names = if variant.two_passes() { &["adam", "adam_absmax"][..] } else { &["adam"] };
+        let functions = self.gpu.load(&cubin, names)?;
+        let loaded = Loaded { update: functions[0], absmax: functions.get(1).copied() };
+        self.loaded.insert((variant, bytes), loaded);
+        Ok((loaded, bytes))
     }
 }
 
 /// Every variant there is, for tests that compile them all.
 pub fn all_variants() -> Vec<Variant> {
-    use crate::tensor::Dtype::{BF16, F16, F32};
+    use crate::tensor::Dtype::{BF16, E4M3, E5M2, F16, F32};
     let mut variants = Vec::new();
     for (param, masters) in [
-        (F32, &[Master::None][..]),
-        (F16, &[Master::None, Master::F32]),
-        (BF16, &[Master::None, Master::F32, Master::Remainder]),
+        (F32, &[Master::None, Master::F16, Master::F16Idle][..]),
+        (F16, &[Master::None, Master::F32, Master::F16]),
+        (BF16, &[Master::None, Master::F32, Master::F16, Master::Remainder]),
+        (E4M3, &[Master::F32, Master::F16]),
+        (E5M2, &[Master::F32, Master::F16]),
     ] {
         for &master in masters {
             for grad in [F32, F16, BF16] {
-                for moment in [F32, BF16] {
-                    let variant = Variant { grad, param, moment, master, capturable: false };
-                    variants.push(variant);
-                    // Transformer Engine has no capturable remainders.
-                    if master != Master::Remainder {
-                        variants.push(Variant { capturable: true, ..variant });
+                for exp_avg in [F32, F16, BF16, E4M3] {
+                    for exp_avg_sq in [F32, F16, BF16, E4M3] {
+                        let variant = Variant { grad, param, exp_avg, exp_avg_sq, master, capturable: false };
+                        variants.push(variant);
+                        // Transformer Engine's capturable kernels take fp32 or bf16 moments, both alike, and fp32 masters.
+                        let moments = exp_avg == exp_avg_sq && matches!(exp_avg, F32 | BF16);
+                        let value = matches!(param, F32 | F16 | BF16) && matches!(master, Master::None | Master::F32);
+                        if moments && value {
+                            variants.push(Variant { capturable: true, ..variant });
+                        }
                     }
                 }
             }

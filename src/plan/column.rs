@@ -2,7 +2,7 @@
 //! Plain data: knows nothing of Python or devices' APIs. Invariant: a `Work` is only made of tensors that hold the same
 //! number of elements in the same order on the same device.
 
-use crate::plan::table::OPERANDS;
+use crate::plan::operands::{Addresses, MAX_OPERANDS, Scaling};
 use crate::tensor::{Device, Dtype, Layout, View};
 
 /// The part a tensor plays in the update of its parameter.
@@ -16,13 +16,13 @@ pub enum Role {
     ExpAvg,
     /// Second moment.
     ExpAvgSq,
-    /// fp32 master, or the int16 remainder of one.
+    /// fp32 or fp16 master, or the int16 remainder of one.
     Master,
 }
 
 impl Role {
     /// Roles in the order of the kernels' operands.
-    pub const ALL: [Role; OPERANDS] = [Role::Grad, Role::Param, Role::ExpAvg, Role::ExpAvgSq, Role::Master];
+    pub const ALL: [Role; 5] = [Role::Grad, Role::Param, Role::ExpAvg, Role::ExpAvgSq, Role::Master];
 
     /// Key of the state that plays this role.
     pub fn name(self) -> &'static str {
@@ -43,6 +43,10 @@ pub enum Master {
     None,
     /// An fp32 copy.
     F32,
+    /// A scaled fp16 copy.
+    F16,
+    /// A scaled fp16 copy beside an fp32 parameter: stock updates the parameter and only scales the copy anew.
+    F16Idle,
     /// The bf16 parameter and an int16 remainder.
     Remainder,
 }
@@ -54,8 +58,10 @@ pub struct Variant {
     pub grad: Dtype,
     /// Parameter.
     pub param: Dtype,
-    /// Both moments.
-    pub moment: Dtype,
+    /// First moment.
+    pub exp_avg: Dtype,
+    /// Second moment.
+    pub exp_avg_sq: Dtype,
     /// Master.
     pub master: Master,
     /// Hyperparameters read on the device, gradients unscaled and written back.
@@ -63,21 +69,24 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// Addresses a tensor has in the kernel's table.
-    pub fn operands(self) -> usize {
-        if self.master == Master::None { OPERANDS - 1 } else { OPERANDS }
-    }
-
     /// Name in reports: storage types of parameter, gradient, moments and master.
     pub fn name(self) -> String {
         let master = match self.master {
             Master::None => "no master",
             Master::F32 => "float32 master",
+            Master::F16 => "float16 master",
+            Master::F16Idle => "float16 master (not used)",
             Master::Remainder => "int16 remainder",
         };
-        let [param, grad, moment] = [self.param, self.grad, self.moment].map(Dtype::torch_name);
+        let [param, grad, exp_avg, exp_avg_sq] =
+            [self.param, self.grad, self.exp_avg, self.exp_avg_sq].map(Dtype::torch_name);
+        let moments = if exp_avg == exp_avg_sq {
+            format!("{exp_avg} moments")
+        } else {
+            format!("{exp_avg} exp_avg, {exp_avg_sq} exp_avg_sq")
+        };
         let mode = if self.capturable { ", capturable" } else { "" };
-        format!("adam: {param} parameter, {grad} gradient, {moment} moments, {master}{mode}")
+        format!("adam: {param} parameter, {grad} gradient, {moments}, {master}{mode}")
     }
 }
 
@@ -97,8 +106,8 @@ pub struct Signature {
 pub struct Work {
     /// Kind of work.
     pub signature: Signature,
-    /// Addresses in the order of [`Role::ALL`].
-    pub addresses: [u64; OPERANDS],
+    /// Addresses in the order of the kernel.
+    pub addresses: [u64; MAX_OPERANDS],
 }
 
 /// The tensors of one parameter that has a gradient.
@@ -114,10 +123,12 @@ pub struct Column {
     pub exp_avg_sq: View,
     /// Master or remainder, as `kind` says.
     pub master: Option<View>,
+    /// Their scaling, in the order of [`Role::ALL`].
+    pub scaling: [Scaling; Role::ALL.len()],
     /// How the fp32 value is kept.
     pub kind: Master,
-    /// Storage type of the moments that the optimizer was built for.
-    pub moment: Dtype,
+    /// Storage types of exp_avg and exp_avg_sq that the optimizer was built for.
+    pub moments: [Dtype; 2],
     /// Whether the optimizer is capturable.
     pub capturable: bool,
 }
@@ -157,17 +168,29 @@ impl Column {
         if param.dtype.kernel_name().is_none() {
             return Err(Fault::ParamDtype);
         }
+        let variant = Variant {
+            grad: self.grad.dtype,
+            param: param.dtype,
+            exp_avg: self.moments[0],
+            exp_avg_sq: self.moments[1],
+            master: self.kind,
+            capturable: self.capturable,
+        };
         if self.grad.shape != param.shape || self.grad.numel != param.numel {
             return Err(Fault::GradShape);
         }
-        if self.grad.dtype.kernel_name().is_none() {
+        if !self.grad.dtype.is_gradient() {
             return Err(Fault::GradDtype);
         }
-        let master_dtype = if self.kind == Master::Remainder { Dtype::I16 } else { Dtype::F32 };
+        let master_dtype = match self.kind {
+            Master::None | Master::F32 => Dtype::F32,
+            Master::F16 | Master::F16Idle => Dtype::F16,
+            Master::Remainder => Dtype::I16,
+        };
         let mut views = [Some(&self.grad), Some(param), Some(&self.exp_avg), Some(&self.exp_avg_sq), None];
         views[4] = self.master.as_ref();
-        let expected = [self.grad.dtype, param.dtype, self.moment, self.moment, master_dtype];
-        let mut addresses = [0; OPERANDS];
+        let expected = [self.grad.dtype, param.dtype, self.moments[0], self.moments[1], master_dtype];
+        let mut addresses = Addresses { scaling: self.scaling, ..Addresses::default() };
         let mut ordered = param.layout != Layout::SCATTERED;
         for (operand, role) in Role::ALL.into_iter().enumerate() {
             let Some(view) = views[operand] else { continue };
@@ -181,7 +204,7 @@ impl Column {
                 return Err(Fault::Device(role));
             }
             ordered &= view.layout == param.layout && (view.layout == Layout::CONTIGUOUS || view.shape == param.shape);
-            addresses[operand] = view.address;
+            addresses.tensors[operand] = view.address;
         }
         if param.numel == 0 {
             return Ok(Verdict::Empty);
@@ -189,15 +212,8 @@ impl Column {
         if !ordered {
             return Ok(Verdict::Unordered);
         }
-        let variant = Variant {
-            grad: self.grad.dtype,
-            param: param.dtype,
-            moment: self.moment,
-            master: self.kind,
-            capturable: self.capturable,
-        };
         let signature = Signature { numel: param.numel, variant, device: param.device };
-        Ok(Verdict::Ready(Work { signature, addresses }))
+        Ok(Verdict::Ready(Work { signature, addresses: addresses.pack(&variant) }))
     }
 }
 
@@ -216,8 +232,9 @@ mod tests {
             exp_avg: view(Dtype::F32, 48),
             exp_avg_sq: view(Dtype::F32, 64),
             master: Some(view(Dtype::I16, 80)),
+            scaling: Default::default(),
             kind: Master::Remainder,
-            moment: Dtype::F32,
+            moments: [Dtype::F32; 2],
             capturable: false,
         }
     }
@@ -225,7 +242,7 @@ mod tests {
     #[test]
     fn a_right_column_is_ready_with_its_addresses_in_order() {
         let Ok(Verdict::Ready(work)) = column().check() else { panic!("refused") };
-        assert_eq!(work.addresses, [16, 32, 48, 64, 80]);
+        assert_eq!(work.addresses[..5], [16, 32, 48, 64, 80]);
         assert_eq!(work.signature.variant.operands(), 5);
     }
 

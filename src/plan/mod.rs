@@ -3,10 +3,12 @@
 //! null gradients wherever a parameter has no work.
 
 pub mod column;
+pub mod operands;
 pub mod table;
 
 use crate::plan::column::{Signature, Variant, Work};
-use crate::plan::table::{OPERANDS, Table, capacity};
+use crate::plan::operands::MAX_OPERANDS;
+use crate::plan::table::{Table, capacity};
 use crate::tensor::Device;
 
 /// Tensors of one device and kernel.
@@ -26,7 +28,7 @@ impl Bucket {
         let limit = capacity(parameter_bytes, self.variant.operands());
         let full = |table: &mut Table| table.len() == limit || !table.push(numel);
         if self.tables.last_mut().is_none_or(full) {
-            let mut table = Table::default();
+            let mut table = Table::new(self.variant.operands());
             assert!(table.push(numel), "a single tensor has too many elements for a grid");
             self.tables.push(table);
         }
@@ -60,7 +62,7 @@ impl GroupPlan {
         }
         for (work, slot) in works.iter().zip(&self.slots) {
             let Some(slot) = slot else { continue };
-            let addresses = work.as_ref().map_or([0; OPERANDS], |work| work.addresses);
+            let addresses = work.as_ref().map_or(&[0; MAX_OPERANDS], |work| &work.addresses);
             let table = &mut self.buckets[slot.bucket as usize].tables[slot.table as usize];
             table.set_addresses(slot.index as usize, addresses);
         }
@@ -139,11 +141,12 @@ mod tests {
     fn work(numel: u64, kind: u8, address: u64) -> Work {
         let (grad, master) = [(Dtype::F32, Master::None), (Dtype::BF16, Master::Remainder), (Dtype::BF16, Master::F32)]
             [usize::from(kind % 3)];
-        let variant = Variant { grad, param: Dtype::BF16, moment: Dtype::F32, master, capturable: false };
+        let (param, moment) = (Dtype::BF16, Dtype::F32);
+        let variant = Variant { grad, param, exp_avg: moment, exp_avg_sq: moment, master, capturable: false };
         let device = Device::Cuda(u16::from(kind / 3));
         Work {
             signature: Signature { numel, variant, device },
-            addresses: [address, address + 1, address + 2, address + 3, 0],
+            addresses: std::array::from_fn(|operand| address + operand as u64),
         }
     }
 

@@ -1,13 +1,11 @@
 //! The table of tensors that one launch works on, kept compact and written out as the kernel's parameter `Launch` of
-//! `kernels/adam.cu`. Integer arithmetic only. Invariant: `chunk_end` grows by at least one per tensor and stays below
+//! `kernels/launch.cuh`. Integer arithmetic only. Invariant: `chunk_end` grows by at least one per tensor and stays below
 //! 2^31, so every block finds its tensor and no tensor is empty.
 
 use crate::options::Header;
 
 /// Elements of a tensor that one block works on.
 pub const CHUNK: u64 = 4096;
-/// Addresses a tensor can have: gradient, parameter, exp_avg, exp_avg_sq, master or remainder.
-pub const OPERANDS: usize = 5;
 /// Blocks of one launch: the limit of a CUDA grid's first dimension.
 const MAX_CHUNKS: u64 = (1 << 31) - 1;
 
@@ -17,15 +15,21 @@ pub const fn capacity(bytes: usize, operands: usize) -> usize {
     ((bytes - Header::WORDS * 8) / (operands * 8 + 8)) & !1
 }
 
-/// Tensors of one launch.
-#[derive(Debug, Default)]
+/// Tensors of one launch, each with the same number of addresses.
+#[derive(Debug)]
 pub struct Table {
-    addresses: Vec<[u64; OPERANDS]>,
+    operands: usize,
+    addresses: Vec<u64>,
     chunk_end: Vec<u32>,
     tail: Vec<u32>,
 }
 
 impl Table {
+    /// An empty table for a kernel with this many operands.
+    pub fn new(operands: usize) -> Table {
+        Table { operands, addresses: Vec::new(), chunk_end: Vec::new(), tail: Vec::new() }
+    }
+
     /// Adds a tensor of `numel` > 0 elements; false if the launch would have too many blocks.
     pub fn push(&mut self, numel: u64) -> bool {
         let chunks = numel.div_ceil(CHUNK);
@@ -34,20 +38,22 @@ impl Table {
             return false;
         }
         assert!(chunks > 0, "empty tensors make no work and have no place in a table");
-        self.addresses.push([0; OPERANDS]);
+        self.addresses.resize(self.addresses.len() + self.operands, 0);
         self.chunk_end.push(end as u32);
         self.tail.push((numel - (chunks - 1) * CHUNK) as u32);
         true
     }
 
-    /// Sets the addresses of a tensor; 0 for the gradient means that the tensor makes no work.
-    pub fn set_addresses(&mut self, tensor: usize, addresses: [u64; OPERANDS]) {
-        self.addresses[tensor] = addresses;
+    /// Sets the addresses of a tensor, as many as the table's operands; 0 for the first, the gradient, means that the
+    /// tensor makes no work.
+    pub fn set_addresses(&mut self, tensor: usize, addresses: &[u64]) {
+        let operands = self.operands;
+        self.addresses[tensor * operands..(tensor + 1) * operands].copy_from_slice(&addresses[..operands]);
     }
 
     /// Addresses of a tensor.
-    pub fn addresses(&self, tensor: usize) -> &[u64; OPERANDS] {
-        &self.addresses[tensor]
+    pub fn addresses(&self, tensor: usize) -> &[u64] {
+        &self.addresses[tensor * self.operands..(tensor + 1) * self.operands]
     }
 
     /// Elements of a tensor.
@@ -58,12 +64,12 @@ impl Table {
 
     /// Tensors in the table.
     pub fn len(&self) -> usize {
-        self.addresses.len()
+        self.chunk_end.len()
     }
 
     /// Whether no tensor is in the table.
     pub fn is_empty(&self) -> bool {
-        self.addresses.is_empty()
+        self.chunk_end.is_empty()
     }
 
     /// Blocks of the launch.
@@ -73,19 +79,20 @@ impl Table {
 
     /// Whether any tensor has a gradient.
     pub fn has_work(&self) -> bool {
-        self.addresses.iter().any(|row| row[0] != 0)
+        self.addresses.iter().step_by(self.operands).any(|&grad| grad != 0)
     }
 
-    /// The kernel's parameter: the table for a kernel compiled for `capacity` tensors of `operands` addresses.
-    pub fn write_parameter(&self, header: &Header, operands: usize, capacity: usize, words: &mut Vec<u64>) {
+    /// The kernel's parameter: the table for a kernel compiled for `capacity` tensors.
+    pub fn write_parameter(&self, header: &Header, capacity: usize, words: &mut Vec<u64>) {
+        let operands = self.operands;
         assert!(self.len() <= capacity, "the launch holds fewer tensors than the table");
         words.clear();
         words.resize(Header::WORDS + capacity * (operands + 1), 0);
         words[..Header::WORDS].copy_from_slice(&header.words(self.len()));
         let (arrays, halves) = words[Header::WORDS..].split_at_mut(operands * capacity);
         for (operand, array) in arrays.chunks_exact_mut(capacity).enumerate() {
-            for (word, row) in array.iter_mut().zip(&self.addresses) {
-                *word = row[operand];
+            for (word, &address) in array.iter_mut().zip(self.addresses.iter().skip(operand).step_by(operands)) {
+                *word = address;
             }
         }
         // The arrays of u32 lie two to a word, low half first.
@@ -101,19 +108,22 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::operands::MAX_OPERANDS;
     use proptest::prelude::*;
 
-    fn parameter(table: &Table, operands: usize, capacity: usize) -> Vec<u64> {
+    const OPERANDS: usize = 7;
+
+    fn parameter(table: &Table, capacity: usize) -> Vec<u64> {
         let mut words = vec![u64::MAX; 3];
-        table.write_parameter(&Header::default(), operands, capacity, &mut words);
+        table.write_parameter(&Header::default(), capacity, &mut words);
         words
     }
 
     #[test]
     fn parameters_stay_within_their_limit_and_use_it() {
         for bytes in [4096, 32764] {
-            for operands in [4, 5] {
-                let words = parameter(&Table::default(), operands, capacity(bytes, operands));
+            for operands in 4..=MAX_OPERANDS {
+                let words = parameter(&Table::new(operands), capacity(bytes, operands));
                 assert!(words.len() * 8 <= bytes);
                 assert!((words.len() + 2 * (operands + 1)) * 8 > bytes, "room for another pair was wasted");
             }
@@ -122,7 +132,7 @@ mod tests {
 
     #[test]
     fn more_than_two_to_the_31_elements_fit() {
-        let mut table = Table::default();
+        let mut table = Table::new(OPERANDS);
         let numel = (1 << 31) + 8;
         assert!(table.push(numel) && table.push(3));
         assert_eq!((table.numel(0), table.numel(1)), (numel, 3));
@@ -130,7 +140,7 @@ mod tests {
 
     #[test]
     fn a_grid_that_is_too_large_is_refused() {
-        let mut table = Table::default();
+        let mut table = Table::new(OPERANDS);
         assert!(table.push(MAX_CHUNKS * CHUNK));
         assert!(!table.push(1));
     }
@@ -138,7 +148,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_element_belongs_to_exactly_one_chunk(sizes in prop::collection::vec(1u64..40_000, 1..70)) {
-            let mut table = Table::default();
+            let mut table = Table::new(OPERANDS);
             let mut chunks = 0u64;
             for (tensor, &numel) in sizes.iter().enumerate() {
                 prop_assert!(table.push(numel));
@@ -153,23 +163,23 @@ mod tests {
         #[test]
         fn the_parameter_holds_every_number_where_the_kernel_reads_it(
             rows in prop::collection::vec((1u64..100_000, any::<[u64; OPERANDS]>()), 1..60),
-            operands in 4usize..=5,
+            operands in 4usize..=OPERANDS,
         ) {
-            let mut table = Table::default();
+            let mut table = Table::new(operands);
             for (tensor, (numel, addresses)) in rows.iter().enumerate() {
                 prop_assert!(table.push(*numel));
-                table.set_addresses(tensor, *addresses);
+                table.set_addresses(tensor, addresses);
             }
             let capacity = 64;
-            let bytes: Vec<u8> = parameter(&table, operands, capacity).iter().flat_map(|w| w.to_le_bytes()).collect();
+            let bytes: Vec<u8> = parameter(&table, capacity).iter().flat_map(|w| w.to_le_bytes()).collect();
             let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
             let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-            prop_assert_eq!(u32_at(64) as usize, rows.len());
+            prop_assert_eq!(u32_at(72) as usize, rows.len());
             for (tensor, (numel, addresses)) in rows.iter().enumerate() {
                 for (operand, &address) in addresses.iter().enumerate().take(operands) {
-                    prop_assert_eq!(u64_at(72 + 8 * (operand * capacity + tensor)), address);
+                    prop_assert_eq!(u64_at(80 + 8 * (operand * capacity + tensor)), address);
                 }
-                let ends = 72 + 8 * operands * capacity;
+                let ends = 80 + 8 * operands * capacity;
                 let before = if tensor == 0 { 0 } else { u32_at(ends + 4 * (tensor - 1)) };
                 let chunks = u64::from(u32_at(ends + 4 * tensor) - before);
                 let tail = u64::from(u32_at(ends + 4 * capacity + 4 * tensor));

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use crate::gpu::kernels::{self, LARGE_PARAMETERS, SMALL_PARAMETERS};
 use crate::python::device::{OwnedNames, VariantNames, variant_from, variant_names};
 
-/// Every combination of storage types that has a kernel: (gradient, parameter, moments, master, mode).
+/// Every combination of storage types that has a kernel: (gradient, parameter, exp_avg, exp_avg_sq, master, mode).
 #[pyfunction]
 pub fn kernel_variants() -> Vec<VariantNames> {
     kernels::all_variants().into_iter().map(variant_names).collect()
@@ -14,8 +14,9 @@ pub fn kernel_variants() -> Vec<VariantNames> {
 /// Compiles one kernel for compute capability `arch` (90 for sm_90) with NVRTC; returns (machine code, compiler's log).
 /// Needs no GPU. RuntimeError without NVRTC or if the source does not compile.
 #[pyfunction]
-pub fn compile_kernel(variant: OwnedNames, arch: i32, large: bool) -> PyResult<(Vec<u8>, String)> {
+pub fn compile_kernel(py: Python<'_>, variant: OwnedNames, arch: i32, large: bool) -> PyResult<(Vec<u8>, String)> {
     let bytes = if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS };
-    let compiled = kernels::compile(&kernels::options(variant_from(variant)?, bytes, arch))?;
+    let options = kernels::options(variant_from(variant)?, bytes, arch);
+    let compiled = py.detach(|| kernels::compile(&options))?;
     Ok((compiled.cubin, compiled.log))
 }

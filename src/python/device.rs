@@ -6,14 +6,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::{Result, anyhow};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::cpu;
 use crate::gpu::driver::Stream;
-use crate::gpu::kernels::{Kernels, Proof};
+use crate::gpu::kernels::{FOUND_BYTES, Kernels, Proof};
 use crate::options::Header;
 use crate::plan::column::{Master, Variant};
 use crate::plan::{Bucket, GroupPlan};
-use crate::python::reader::Torch;
+use crate::python::reader::{Reader, Torch};
 use crate::tensor::{Device, Dtype};
 
 /// Kernels of each CUDA device, or why it has none. A failure is remembered: a missing library does not appear later.
@@ -71,66 +72,103 @@ pub fn readiness(plan: &GroupPlan) -> Readiness {
     if unproven.is_empty() { Readiness::Ready } else { Readiness::Unproven(unproven) }
 }
 
+/// Memory of the device that the launches of a bucket need for themselves.
+pub struct Scratch<'py> {
+    _tensor: Option<Bound<'py, PyAny>>,
+    address: u64,
+}
+
+/// Takes that memory from torch's allocator, on the current stream: what is freed there is reused in its order.
+pub fn scratch<'py>(reader: &Reader<'py>, py: Python<'py>, bucket: &Bucket) -> PyResult<Scratch<'py>> {
+    let Device::Cuda(_) = bucket.device else { return Ok(Scratch { _tensor: None, address: 0 }) };
+    if !bucket.variant.two_passes() {
+        return Ok(Scratch { _tensor: None, address: 0 });
+    }
+    let bytes: usize = bucket.tables.iter().map(|table| FOUND_BYTES * table.len()).sum();
+    let torch = py.import("torch")?;
+    let arguments = PyDict::new(py);
+    arguments.set_item("dtype", torch.getattr("uint8")?)?;
+    arguments.set_item("device", bucket.device.to_string())?;
+    let tensor = torch.call_method("empty", (bytes,), Some(&arguments))?;
+    let address = reader.view(&tensor)?.address;
+    Ok(Scratch { _tensor: Some(tensor), address })
+}
+
 /// Launches a bucket; returns the number of launches.
 ///
 /// # Safety
 /// The addresses in the bucket's tables must be those of live tensors, read by the reader since Python last ran.
-pub unsafe fn launch(py: Python<'_>, bucket: &Bucket, header: &Header) -> PyResult<u64> {
+pub unsafe fn launch(py: Python<'_>, bucket: &Bucket, header: &Header, scratch: &Scratch<'_>) -> PyResult<u64> {
     let mut launches = 0;
-    for table in bucket.tables.iter().filter(|table| table.has_work()) {
-        match bucket.device {
-            Device::Cuda(device) => {
-                let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
-                with_kernels(device, |kernels| {
-                    // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this stream.
-                    unsafe { kernels.launch(bucket.variant, table, header, stream) }
-                })?;
-            }
-            Device::Cpu | Device::Other => {
-                // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace a
-                // tensor meanwhile.
-                unsafe { cpu::kernels::adam(table, bucket.variant, header) };
+    let mut header = Header { found: scratch.address, ..*header };
+    for table in &bucket.tables {
+        if table.has_work() {
+            match bucket.device {
+                Device::Cuda(device) => {
+                    let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
+                    launches += with_kernels(device, |kernels| {
+                        // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this
+                        // stream.
+                        unsafe { kernels.launch(bucket.variant, table, &header, stream) }
+                    })?;
+                }
+                Device::Cpu | Device::Other => {
+                    // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace
+                    // a tensor meanwhile.
+                    unsafe { cpu::kernels::adam(table, bucket.variant, &header) };
+                    launches += 1;
+                }
             }
         }
-        launches += 1;
+        header.found += (FOUND_BYTES * table.len()) as u64;
     }
     Ok(launches)
 }
 
-/// A variant as Python sees it: (gradient, parameter, moments, master, mode).
-pub type VariantNames = (&'static str, &'static str, &'static str, &'static str, &'static str);
+/// A variant as Python sees it: (gradient, parameter, exp_avg, exp_avg_sq, master, mode).
+pub type VariantNames = (&'static str, &'static str, &'static str, &'static str, &'static str, &'static str);
 /// The same, coming back.
-pub type OwnedNames = (String, String, String, String, String);
+pub type OwnedNames = (String, String, String, String, String, String);
+
+const MASTERS: [(Master, &str); 5] = [
+    (Master::None, "none"),
+    (Master::F32, "float32"),
+    (Master::F16, "float16"),
+    (Master::F16Idle, "idle float16"),
+    (Master::Remainder, "remainder"),
+];
 
 /// Names of a variant.
 pub fn variant_names(variant: Variant) -> VariantNames {
-    let master = match variant.master {
-        Master::None => "none",
-        Master::F32 => "float32",
-        Master::Remainder => "remainder",
-    };
+    let master = MASTERS.iter().find(|(master, _)| *master == variant.master).map_or("", |(_, name)| name);
     let mode = if variant.capturable { "capturable" } else { "host" };
-    (variant.grad.torch_name(), variant.param.torch_name(), variant.moment.torch_name(), master, mode)
+    let [grad, param, exp_avg, exp_avg_sq] =
+        [variant.grad, variant.param, variant.exp_avg, variant.exp_avg_sq].map(Dtype::torch_name);
+    (grad, param, exp_avg, exp_avg_sq, master, mode)
+}
+
+/// The kind of master of this name.
+pub fn master_from(name: &str) -> PyResult<Master> {
+    let found = MASTERS.iter().find(|(_, known)| *known == name);
+    found.map(|(master, _)| *master).ok_or_else(|| PyValueError::new_err(format!("no kind of master is called {name}")))
 }
 
 /// The variant of these names.
 pub fn variant_from(names: OwnedNames) -> PyResult<Variant> {
-    let dtype = |name: &str| {
-        let known = [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter().find(|dtype| dtype.torch_name() == name);
-        known.ok_or_else(|| PyValueError::new_err(format!("no kernel takes {name}")))
+    let (grad, param, exp_avg, exp_avg_sq, master, mode) = names;
+    let dtype = |name: String| {
+        let known = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::E4M3, Dtype::E5M2];
+        let found = known.into_iter().find(|dtype| dtype.torch_name() == name);
+        found.ok_or_else(|| PyValueError::new_err(format!("no kernel takes {name}")))
     };
-    let master = match names.3.as_str() {
-        "none" => Master::None,
-        "float32" => Master::F32,
-        "remainder" => Master::Remainder,
-        other => return Err(PyValueError::new_err(format!("no kind of master is called {other}"))),
-    };
-    let capturable = match names.4.as_str() {
+    let master = master_from(&master)?;
+    let capturable = match mode.as_str() {
         "host" => false,
         "capturable" => true,
         other => return Err(PyValueError::new_err(format!("no mode is called {other}"))),
     };
-    Ok(Variant { grad: dtype(&names.0)?, param: dtype(&names.1)?, moment: dtype(&names.2)?, master, capturable })
+    let (exp_avg, exp_avg_sq) = (dtype(exp_avg)?, dtype(exp_avg_sq)?);
+    Ok(Variant { grad: dtype(grad)?, param: dtype(param)?, exp_avg, exp_avg_sq, master, capturable })
 }
 
 /// Remembers whether a kernel gave stock's bits on a device: `reason` is None if it did.

@@ -117,3 +117,29 @@ pub fn unreadable(error: PyErr, place: Place, param: &Bound<'_, PyAny>, role: Ro
     raised.set_cause(py, Some(error));
     raised
 }
+
+/// A quantized parameter in capturable mode, which TE refuses.
+pub fn capturable_quantized(place: Place, param: &Bound<'_, PyAny>, class: &str) -> PyErr {
+    PyRuntimeError::new_err(format!(
+        "FusedAdam does not support FP8 model weights with capturable=True, nor other quantized ones: {} is a {class}; \
+         build the optimizer with capturable=False",
+        name(place, param)
+    ))
+}
+
+/// A quantized parameter without a master: TE refuses most, and never updates those with delayed scaling.
+pub fn no_master(place: Place, param: &Bound<'_, PyAny>, class: &str) -> PyErr {
+    PyRuntimeError::new_err(format!(
+        "FusedAdam without master_weights does not support {class} parameters. Use master_weights=True. ({} is one)",
+        name(place, param)
+    ))
+}
+
+/// A quantized parameter in an optimizer that keeps remainders, which only bf16 parameters have.
+pub fn quantized_remainder(place: Place, param: &Bound<'_, PyAny>, class: &str) -> PyErr {
+    PyRuntimeError::new_err(format!(
+        "FusedAdam: store_param_remainders is for bfloat16 parameters, but {} is a {class}; \
+         build the optimizer with store_param_remainders=False",
+        name(place, param)
+    ))
+}

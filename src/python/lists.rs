@@ -9,20 +9,50 @@ use crate::cpu::arithmetic::adam_update;
 use crate::options::{Header, Live, Options, Scalars};
 use crate::plan::GroupPlan;
 use crate::plan::column::{Column, Master, Verdict, Work};
-use crate::python::device::{launch, parameter_bytes};
+use crate::plan::operands::Scaling;
+use crate::python::device::{launch, master_from, parameter_bytes, scratch};
 use crate::python::faults::{Place, raise, role};
 use crate::python::reader::Reader;
 use crate::tensor::{Device, Dtype};
 
-/// Adam on lists of plain tensors: [gradients, parameters, exp_avg, exp_avg_sq] and, as a fifth, fp32 masters or, with
-/// `remainder`, int16 remainders. `mode` is 1 for AdamW, 0 for L2; `step` counts from 1. On the tensors' own device, on
-/// torch's current stream. Gradients and parameters: float32, float16, bfloat16; moments: float32 or bfloat16, both
-/// alike. RuntimeError for lists of unequal lengths and tensors that do not belong together; nothing has changed then.
+/// A tensor, or a scaled one as a tuple with what scales it, one fp32 element each: (float16, factor); a float8 state as
+/// (data, factor, scale, scale_inv, amax); a float8 parameter as (data, scale, scale_inv, amax).
+#[derive(FromPyObject)]
+pub enum Entry<'py> {
+    Scaled(Vec<Bound<'py, PyAny>>),
+    Plain(Bound<'py, PyAny>),
+}
+
+impl<'py> Entry<'py> {
+    fn tensor(&self) -> PyResult<&Bound<'py, PyAny>> {
+        match self {
+            Entry::Plain(tensor) => Ok(tensor),
+            Entry::Scaled(parts) => parts.first().ok_or_else(|| PyRuntimeError::new_err("an empty tuple is no tensor")),
+        }
+    }
+
+    fn scaling(&self, reader: &Reader<'py>, device: Device) -> PyResult<Scaling> {
+        let Entry::Scaled(parts) = self else { return Ok(Scaling::default()) };
+        let at = |index: usize| reader.one("scaling", &parts[index], Dtype::F32, device);
+        Ok(match parts.len() {
+            2 => Scaling { factor: at(1)?, ..Scaling::default() },
+            4 => Scaling { factor: 0, scale: at(1)?, scale_inv: at(2)?, amax: at(3)? },
+            5 => Scaling { factor: at(1)?, scale: at(2)?, scale_inv: at(3)?, amax: at(4)? },
+            other => return Err(PyRuntimeError::new_err(format!("a scaled tensor has 2, 4 or 5 parts, got {other}"))),
+        })
+    }
+}
+
+/// Adam on lists of plain tensors: [gradients, parameters, exp_avg, exp_avg_sq] and, as a fifth, masters or remainders as
+/// `master` says ("none", "float32", "float16", "idle float16", "remainder"). `mode` is 1 for AdamW, 0 for L2; `step`
+/// counts from 1. On the tensors' own device, on torch's current stream. Gradients: float32, float16, bfloat16;
+/// parameters also float8; moments float32, bfloat16, scaled float16 and float8. RuntimeError for lists of unequal lengths
+/// and tensors that do not belong together; nothing has changed then.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, reason = "the signature is Transformer Engine's")]
-pub fn multi_tensor_adam(
-    py: Python<'_>,
-    tensor_lists: Vec<Vec<Bound<'_, PyAny>>>,
+pub fn multi_tensor_adam<'py>(
+    py: Python<'py>,
+    tensor_lists: Vec<Vec<Entry<'py>>>,
     lr: f64,
     beta1: f64,
     beta2: f64,
@@ -31,13 +61,9 @@ pub fn multi_tensor_adam(
     mode: i64,
     bias_correction: i64,
     weight_decay: f64,
-    remainder: bool,
+    master: &str,
 ) -> PyResult<()> {
-    let kind = match (tensor_lists.len(), remainder) {
-        (4, false) => Master::None,
-        (_, false) => Master::F32,
-        (_, true) => Master::Remainder,
-    };
+    let kind = master_from(master)?;
     let (bias_correction, adam_w) = (bias_correction != 0, mode == 1);
     let options = Options { lr, beta1, beta2, eps, weight_decay, bias_correction, adam_w, step };
     let reader = Reader::new(py)?;
@@ -50,7 +76,7 @@ pub fn multi_tensor_adam(
 #[allow(clippy::too_many_arguments, reason = "the signature is Transformer Engine's")]
 pub fn multi_tensor_adam_capturable<'py>(
     py: Python<'py>,
-    tensor_lists: Vec<Vec<Bound<'py, PyAny>>>,
+    tensor_lists: Vec<Vec<Entry<'py>>>,
     lr: &Bound<'py, PyAny>,
     beta1: f64,
     beta2: f64,
@@ -67,7 +93,7 @@ pub fn multi_tensor_adam_capturable<'py>(
     let options = Options { lr: 0.0, beta1, beta2, eps, weight_decay, bias_correction, adam_w, step: 0 };
     let reader = Reader::new(py)?;
     let device = match tensor_lists.first().and_then(|list| list.first()) {
-        Some(tensor) => reader.view(tensor)?.device,
+        Some(entry) => reader.view(entry.tensor()?)?.device,
         None => return Ok(()),
     };
     let live = Live {
@@ -79,10 +105,10 @@ pub fn multi_tensor_adam_capturable<'py>(
     run(py, &reader, &tensor_lists, kind, true, &Header::live(&options, live))
 }
 
-fn run(
-    py: Python<'_>,
-    reader: &Reader<'_>,
-    lists: &[Vec<Bound<'_, PyAny>>],
+fn run<'py>(
+    py: Python<'py>,
+    reader: &Reader<'py>,
+    lists: &[Vec<Entry<'py>>],
     kind: Master,
     capturable: bool,
     header: &Header,
@@ -96,16 +122,24 @@ fn run(
     let mut works: Vec<Option<Work>> = Vec::with_capacity(count);
     let mut device = Device::Cpu;
     for index in 0..count {
-        let tensors: Vec<&Bound<'_, PyAny>> = lists.iter().map(|list| &list[index]).collect();
+        let tensors = lists.iter().map(|list| list[index].tensor()).collect::<PyResult<Vec<_>>>()?;
         let views = tensors.iter().map(|tensor| reader.view(tensor)).collect::<PyResult<Vec<_>>>()?;
+        let scaling = |list: usize| lists[list][index].scaling(reader, views[1].device);
         let column = Column {
             grad: views[0],
             param: views[1],
             exp_avg: views[2],
             exp_avg_sq: views[3],
             master: views.get(4).copied(),
+            scaling: [
+                Scaling::default(),
+                scaling(1)?,
+                scaling(2)?,
+                scaling(3)?,
+                if kind == Master::None { Scaling::default() } else { scaling(4)? },
+            ],
             kind,
-            moment: if views[2].dtype == Dtype::BF16 { Dtype::BF16 } else { Dtype::F32 },
+            moments: [views[2].dtype, views[3].dtype],
             capturable,
         };
         let place = Place { group: 0, index };
@@ -124,7 +158,7 @@ fn run(
     plan.update(&works, parameter_bytes(device));
     for bucket in plan.buckets() {
         // SAFETY: the addresses were read in this call, from tensors that the lists hold.
-        unsafe { launch(py, bucket, header) }?;
+        unsafe { launch(py, bucket, header, &scratch(reader, py, bucket)?) }?;
     }
     Ok(())
 }

@@ -4,7 +4,9 @@
 mod build;
 mod device;
 mod faults;
+mod group;
 mod lists;
+mod options;
 mod prefetch;
 mod reader;
 mod step;

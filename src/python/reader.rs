@@ -79,7 +79,7 @@ struct Class<'py> {
 pub struct Torch {
     exchange: Option<Exchange>,
     tensor: Py<PyType>,
-    dtypes: [(Py<PyAny>, Dtype); 5],
+    dtypes: [(Py<PyAny>, Dtype); 8],
     plain_dispatch: Py<PyAny>,
     current_raw_stream: Py<PyAny>,
     disable_torch_function: Py<PyAny>,
@@ -123,6 +123,9 @@ impl Torch {
                 dtype("bfloat16", Dtype::BF16)?,
                 dtype("int16", Dtype::I16)?,
                 dtype("int32", Dtype::I32)?,
+                dtype("uint8", Dtype::U8)?,
+                dtype("float8_e4m3fn", Dtype::E4M3)?,
+                dtype("float8_e5m2", Dtype::E5M2)?,
             ],
             plain_dispatch: native.getattr("_disabled_torch_dispatch_impl")?.unbind(),
             current_raw_stream,
@@ -153,11 +156,34 @@ impl Exchange {
     }
 }
 
+/// The inside of a Float8Tensor.
+pub struct Fp8<'py> {
+    /// uint8, of the tensor's shape.
+    pub data: Bound<'py, PyAny>,
+    pub dtype: Dtype,
+    /// The quantizer's, one fp32 element each.
+    pub scale: Bound<'py, PyAny>,
+    pub scale_inv: Bound<'py, PyAny>,
+    pub amax: Bound<'py, PyAny>,
+    /// Whether the quantizer's scale is given from outside rather than found at each quantization.
+    pub delayed: bool,
+    /// Whether a transposed copy of the data is kept.
+    pub transposed: bool,
+}
+
+/// Transformer Engine's classes of quantized tensors.
+struct QuantizedClasses<'py> {
+    quantized: Bound<'py, PyAny>,
+    fp8: Bound<'py, PyAny>,
+    delayed: Bound<'py, PyAny>,
+}
+
 /// Reads tensors during one step.
 pub struct Reader<'py> {
     py: Python<'py>,
     torch: &'static Torch,
     dtensor: Option<Bound<'py, PyType>>,
+    quantized: Option<QuantizedClasses<'py>>,
     classes: Vec<Class<'py>>,
     record_at: Option<RecordAt>,
     /// While it lives, torch does not look for `__torch_function__` on the classes of tensors, which costs more than
@@ -200,6 +226,7 @@ impl<'py> Reader<'py> {
             py,
             torch,
             dtensor,
+            quantized: None,
             classes: Vec::new(),
             record_at: None,
             _plain_attributes: PlainAttributes::enter(py, torch)?,
@@ -315,6 +342,9 @@ impl<'py> Reader<'py> {
                 (DLDataTypeCode::kDLBfloat, 16, 1) => Dtype::BF16,
                 (DLDataTypeCode::kDLInt, 16, 1) => Dtype::I16,
                 (DLDataTypeCode::kDLInt, 32, 1) => Dtype::I32,
+                (DLDataTypeCode::kDLUInt, 8, 1) => Dtype::U8,
+                (DLDataTypeCode::kDLFloat8_e4m3fn, 8, 1) => Dtype::E4M3,
+                (DLDataTypeCode::kDLFloat8_e5m2, 8, 1) => Dtype::E5M2,
                 _ => Dtype::Other,
             };
             let device = match out.device.device_type {
@@ -334,13 +364,76 @@ impl<'py> Reader<'py> {
         let shape: Vec<i64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
         let strides: Vec<i64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
         let dtype = self.torch.dtype(&tensor.getattr(intern!(py, "dtype"))?);
+        let device = self.device_of(tensor)?;
+        Ok(View::new(address, &shape, &strides, dtype, device))
+    }
+
+    fn quantized_classes(&mut self) -> PyResult<&QuantizedClasses<'py>> {
+        if self.quantized.is_none() {
+            let module = self.py.import("transformer_engine.pytorch.tensor.float8_tensor")?;
+            self.quantized = Some(QuantizedClasses {
+                quantized: module.getattr("QuantizedTensor")?,
+                fp8: module.getattr("Float8Tensor")?,
+                delayed: module.getattr("Float8Quantizer")?,
+            });
+        }
+        self.quantized.as_ref().ok_or_else(|| PyRuntimeError::new_err("the classes were not found"))
+    }
+
+    /// Whether a tensor is one of Transformer Engine's quantized tensors.
+    pub fn is_quantized(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
+        tensor.is_instance(&self.quantized_classes()?.quantized)
+    }
+
+    /// The inside of a tensor if it is a Float8Tensor. RuntimeError if it has lost its quantizer.
+    pub fn fp8(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Fp8<'py>>> {
+        let py = self.py;
+        let classes = self.quantized_classes()?;
+        if !tensor.is_instance(&classes.fp8)? {
+            return Ok(None);
+        }
+        let quantizer = tensor.getattr(intern!(py, "_quantizer"))?;
+        if quantizer.is_none() {
+            return Err(PyRuntimeError::new_err("FP8 quantizer data is not initialized."));
+        }
+        let dtype = tensor.getattr(intern!(py, "_fp8_dtype"))?.getattr(intern!(py, "name"))?.extract::<String>()?;
+        let delayed = quantizer.is_instance(&classes.delayed)?;
+        if !delayed && !quantizer.hasattr(intern!(py, "scale"))? {
+            return Ok(None);
+        }
+        Ok(Some(Fp8 {
+            data: tensor.getattr(intern!(py, "_data"))?,
+            dtype: match dtype.as_str() {
+                "kFloat8E4M3" => Dtype::E4M3,
+                "kFloat8E5M2" => Dtype::E5M2,
+                _ => Dtype::Other,
+            },
+            scale: quantizer.getattr(intern!(py, "scale"))?,
+            scale_inv: tensor.getattr(intern!(py, "_scale_inv"))?,
+            amax: quantizer.getattr(intern!(py, "amax"))?,
+            delayed,
+            transposed: !tensor.getattr(intern!(py, "_transpose"))?.is_none(),
+        }))
+    }
+
+    /// Shape and device of a tensor whose elements are not its own: at no address.
+    pub fn wrapper_view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
+        let shape: Vec<i64> = tensor.getattr(intern!(self.py, "shape"))?.extract()?;
+        let mut strides = vec![1; shape.len()];
+        for at in (1..shape.len()).rev() {
+            strides[at - 1] = strides[at] * shape[at].max(1);
+        }
+        Ok(View::new(0, &shape, &strides, Dtype::Other, self.device_of(tensor)?))
+    }
+
+    fn device_of(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Device> {
+        let py = self.py;
         let device = tensor.getattr(intern!(py, "device"))?;
-        let device = match device.getattr(intern!(py, "type"))?.extract::<String>()?.as_str() {
+        Ok(match device.getattr(intern!(py, "type"))?.extract::<String>()?.as_str() {
             "cpu" => Device::Cpu,
             "cuda" => Device::Cuda(device.getattr(intern!(py, "index"))?.extract()?),
             _ => Device::Other,
-        };
-        Ok(View::new(address, &shape, &strides, dtype, device))
+        })
     }
 
     /// Address of a tensor of one element.
@@ -350,7 +443,7 @@ impl<'py> Reader<'py> {
             return Ok(view.address);
         }
         Err(PyTypeError::new_err(format!(
-            "FusedAdam: capturable mode takes {name} as a tensor of one torch.{} on {device}, got {} of shape {} on {}",
+            "FusedAdam takes {name} as a tensor of one torch.{} on {device}, got {} of shape {} on {}",
             dtype.torch_name(),
             tensor.getattr("dtype")?,
             tensor.getattr("shape")?,

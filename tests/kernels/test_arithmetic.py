@@ -37,7 +37,7 @@ def test_lists_on_the_cpu_follow_the_reference_bit_for_bit():
     expected = _core.adam_reference(
         *(tensors[0].numpy() for tensors in lists), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=2
     )
-    _core.multi_tensor_adam(lists, 1e-2, 0.9, 0.95, 1e-8, 2, 1, 1, 0.1, False)
+    _core.multi_tensor_adam(lists, 1e-2, 0.9, 0.95, 1e-8, 2, 1, 1, 0.1, "none")
     for tensors, array in zip(lists[1:], expected, strict=True):
         assert torch.equal(tensors[0].view(torch.int32), torch.from_numpy(array).view(torch.int32))
 

@@ -18,13 +18,15 @@ class Combination:
 
     param: torch.dtype
     grad: torch.dtype
-    master: str  # "none", "float32", "remainder"
-    moment: torch.dtype
+    master: str  # "none", "float32", "float16", "remainder"
+    exp_avg: torch.dtype
     adam_w: bool = True
     bias_correction: bool = True
     weight_decay: float = 0.1
     sharded: bool = False
     capturable: bool = False
+    exp_avg_sq: torch.dtype | None = None
+    """As exp_avg unless given."""
 
     @property
     def decoupled(self) -> bool:
@@ -41,15 +43,18 @@ class Combination:
             "adam_w_mode": self.adam_w,
             "master_weights": self.master != "none",
             "store_param_remainders": self.master == "remainder",
-            "exp_avg_dtype": self.moment,
-            "exp_avg_sq_dtype": self.moment,
+            "master_weight_dtype": torch.float16 if self.master == "float16" else torch.float32,
+            "exp_avg_dtype": self.exp_avg,
+            "exp_avg_sq_dtype": self.exp_avg_sq or self.exp_avg,
             "use_decoupled_grad": self.decoupled,
             "capturable": self.capturable,
         }
 
     def __str__(self) -> str:
-        short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-        words = [short[self.param], f"g.{short[self.grad]}", f"m.{short[self.moment]}", self.master]
+        short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "fp8"}
+        words = [short[self.param], f"g.{short[self.grad]}", f"m.{short[self.exp_avg]}"]
+        words += [f"v.{short[self.exp_avg_sq]}"] if self.exp_avg_sq else []
+        words += [self.master]
         words += ["adamw" if self.adam_w else "l2", f"wd{self.weight_decay}"]
         words += [word for word, on in (("bias", self.bias_correction), ("dtensor", self.sharded)) if on]
         return "-".join([*words, *(["capturable"] if self.capturable else [])])
@@ -84,6 +89,23 @@ def few(release: _releases.Release) -> list[Combination]:
     """Each kernel once, the other options spread over them."""
     kernels: dict[Any, list[Combination]] = {}
     for row in combinations(release):
-        kernels.setdefault((row.param, row.grad, row.master, row.moment, row.capturable), []).append(row)
+        kernels.setdefault((row.param, row.grad, row.master, row.exp_avg, row.capturable), []).append(row)
     # A stride coprime to the number of options visits all of them.
     return [rows[5 * at % len(rows)] for at, rows in enumerate(kernels.values())]
+
+
+def scaled(release: _releases.Release) -> list[Combination]:
+    """Every pair of moment storages, and fp16 masters, that stock serves through fp32 copies. Modes are spread."""
+    storages = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+    in_place = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+    rows = []
+    for param, exp_avg, exp_avg_sq in itertools.product(FLOATS, storages, storages):
+        masters = ["none", "float32", "float16"] + (["remainder"] if param == torch.bfloat16 else [])
+        for master, grad in itertools.product(masters, (param, torch.float32)):
+            if (exp_avg, exp_avg_sq) in in_place and master != "float16":
+                continue
+            at = len(rows)
+            sharded = release.strict_parity and at % 3 == 1
+            modes = (at % 2 == 0, at // 2 % 2 == 0, 0.1 if at // 4 % 2 else 0.0, sharded)
+            rows.append(Combination(param, grad, master, exp_avg, *modes, exp_avg_sq=exp_avg_sq))
+    return list(dict.fromkeys(rows))

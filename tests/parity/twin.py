@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ GUARD = 64
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as integers; the local shard of a DTensor."""
-    tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    """The tensor's bytes as integers; the local shard of a DTensor, the data of an fp8 tensor."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    tensor = getattr(tensor, "_data", tensor).detach()
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
@@ -33,9 +35,10 @@ class Tally:
     mismatches: int = 0
 
     def write(self) -> None:
-        if path := os.environ.get("PARITY_SUMMARY"):
-            with open(path, "w") as file:
-                json.dump(vars(self), file)
+        """One file per process: several may run at once."""
+        if folder := os.environ.get("PARITY_SUMMARY"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(vars(self)))
 
 
 TALLY = Tally()
@@ -57,6 +60,26 @@ def assert_same(mine: Sequence[torch.Tensor], stock: Sequence[torch.Tensor], wha
                 f"{what} {at} of shape {tuple(mine[at].shape)}: {places.numel()} elements differ, "
                 f"first at {first}: {ours[first]:#x} instead of {theirs[first]:#x}"
             )
+
+
+def without_hidden_nan(values: Any, remainders: Any) -> tuple[Any, Any]:
+    """Both sides' bf16 parameters and remainders with zeros where the fp32 value is NaN on both. Stock hides that NaN
+    from the parameter (it stores -0.0); ours must show it.
+    """
+    plain: tuple[list[Any], list[Any]] = ([], [])
+    low: tuple[list[Any], list[Any]] = ([], [])
+    for mine, stock, mine_low, stock_low in zip(*values, *remainders, strict=True):
+        pairs = [(bits(mine), bits(mine_low)), (bits(stock), bits(stock_low))]
+        nan = []
+        for high, rest in pairs:
+            merged = ((high.int() - (rest < 0).int()) << 16) | (rest.int() & 0xFFFF)
+            nan.append(torch.isnan(merged.view(torch.float32)))
+        assert torch.equal(*nan), "NaN in different places"
+        assert torch.equal(torch.isnan(mine.detach()), nan[0]), "a NaN is hidden"
+        for side, (high, rest) in enumerate(pairs):
+            plain[side].append(high.masked_fill(nan[0], 0))
+            low[side].append(rest.masked_fill(nan[0], 0))
+    return plain, low
 
 
 def guarded(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
@@ -169,17 +192,35 @@ class Twin:
         self.stock_step(self.stock, None, self.scaler[1])
         self.compare()
 
+    def states(self, side: int, name: str) -> list[torch.Tensor]:
+        """One side's states of one name."""
+        state = self.optimizers[side].state
+        return [state[p][name] for p in self.params[side] if name in state[p]]
+
+    def scales(self, side: int) -> list[torch.Tensor]:
+        """All that scales one side's states: factors, and what the quantizers of fp8 states hold."""
+        optimizer = self.optimizers[side]
+        found = [scale for p in self.params[side] for scale in optimizer._scales.get(p, {}).values()]
+        for name in ("exp_avg", "exp_avg_sq"):
+            for state in self.states(side, name):
+                state = getattr(state, "_local_tensor", state)
+                if hasattr(state, "_quantizer") and state.numel():
+                    found += [state._scale_inv, state._quantizer.scale, state._quantizer.amax]
+        return found
+
     def compare(self) -> None:
         """All bits that a step may write, and those that it may not."""
         TALLY.steps += 1
-        assert_same(self.plain[0], self.plain[1], "parameter")
+        values = self.plain
+        masters = [self.states(side, "master_param") for side in (0, 1)]
+        if self.special and self.combination.master == "remainder":
+            values, masters = without_hidden_nan(values, masters)
+        assert_same(*values, what="parameter")
+        assert_same(*masters, what="master_param")
         assert_same(self.gradients[0], self.gradients[1], "gradient")
-        for name in ("exp_avg", "exp_avg_sq", "master_param"):
-            sides = [
-                [optimizer.state[p][name] for p in params if name in optimizer.state[p]]
-                for optimizer, params in zip(self.optimizers, self.params, strict=True)
-            ]
-            assert_same(*sides, what=name)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same(*(self.states(side, name) for side in (0, 1)), what=name)
+        assert_same(*(self.scales(side) for side in (0, 1)), what="scale")
         for mine, stock in zip(self.mine.param_groups, self.stock.param_groups, strict=True):
             assert mine.keys() == stock.keys()
             assert mine["step"] == stock["step"], "step"

@@ -1,0 +1,527 @@
+//! Reads one parameter group: every gradient, parameter and state, checked, as works for the plan.
+//! Nothing of the optimizer is changed here; copies that a step needs are made aside.
+
+use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyTypeError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::plan::column::{Column, Master, Role, Verdict, Work};
+use crate::plan::operands::Scaling;
+use crate::python::faults::{self, Place};
+use crate::python::options::Switches;
+use crate::python::prefetch::{self, AHEAD, Trail};
+use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries};
+use crate::tensor::{Dtype, View};
+
+/// What a step does once its kernels are launched.
+#[derive(Default)]
+pub struct Aftermath<'py> {
+    /// (tensor, contiguous copy that stood in for it) where the memory order was not the parameter's.
+    copies: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    /// Copies that stood in for tensors that are only read.
+    held: Vec<Bound<'py, PyAny>>,
+    /// (quantized parameter, fp32 value that it is made of).
+    quantized: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    /// fp8 states that hold a transposed copy of their data.
+    transposed: Vec<Bound<'py, PyAny>>,
+}
+
+impl Aftermath<'_> {
+    /// Whether a parameter is quantized anew.
+    pub fn quantizes(&self) -> bool {
+        !self.quantized.is_empty()
+    }
+
+    /// Does it.
+    pub fn finish(self, py: Python<'_>) -> PyResult<()> {
+        if self.copies.is_empty() && self.quantized.is_empty() && self.transposed.is_empty() {
+            return Ok(());
+        }
+        let no_grad = py.import("torch")?.call_method0("no_grad")?;
+        no_grad.call_method0("__enter__")?;
+        let done = self.finish_without_grad(py);
+        no_grad.call_method1("__exit__", (py.None(), py.None(), py.None()))?;
+        done
+    }
+
+    fn finish_without_grad(self, py: Python<'_>) -> PyResult<()> {
+        for (original, copy) in self.copies {
+            original.call_method0("detach")?.call_method1("copy_", (copy,))?;
+        }
+        for (param, value) in self.quantized {
+            param.call_method1(intern!(py, "quantize_"), (value,))?;
+        }
+        for state in self.transposed {
+            // Nobody reads the transpose of a state; whoever did would have it made anew.
+            state.setattr(intern!(py, "_transpose_invalid"), true)?;
+        }
+        Ok(())
+    }
+}
+
+/// What the installed Transformer Engine does; see `te_patches._releases.Release`.
+#[derive(FromPyObject)]
+pub struct Release {
+    pub counts_empty_groups: bool,
+    strict_parity: bool,
+    quantizes_from_master: bool,
+    delayed_scaling_apart: bool,
+}
+
+/// What reading one group came to.
+pub enum Outcome<'py> {
+    /// One work per parameter.
+    Works(Vec<Option<Work>>),
+    /// These parameters have no state yet, with whether theirs is a remainder.
+    Uninitialised(Vec<(Bound<'py, PyAny>, bool)>),
+    /// Only stock can serve it.
+    Unserved(&'static str),
+}
+
+/// A gradient and the tensor that holds its elements.
+struct Grad<'py> {
+    outer: Bound<'py, PyAny>,
+    local: Bound<'py, PyAny>,
+    sharded: bool,
+}
+
+/// The value that an update writes, as the kernels see it.
+struct Value<'py> {
+    tensor: Bound<'py, PyAny>,
+    view: View,
+    scaling: Scaling,
+    /// The quantized parameter that is made of it afterwards.
+    quantized: Option<Bound<'py, PyAny>>,
+}
+
+/// A state as the kernels see it.
+struct State<'py> {
+    tensor: Bound<'py, PyAny>,
+    view: View,
+    scaling: Scaling,
+}
+
+/// Reads the parameters of one group.
+pub struct GroupReader<'a, 'py> {
+    pub reader: &'a mut Reader<'py>,
+    pub walk: &'a mut StateWalk<'py>,
+    /// `optimizer._scales`.
+    pub scales: &'a Bound<'py, PyAny>,
+    pub aftermath: &'a mut Aftermath<'py>,
+    pub trails: &'a mut Vec<Trail>,
+    pub switches: &'a Switches,
+    pub release: &'a Release,
+    pub group: usize,
+}
+
+impl<'py> GroupReader<'_, 'py> {
+    /// Reads and checks all of them.
+    pub fn read(&mut self, params: &Bound<'py, PyAny>) -> PyResult<Outcome<'py>> {
+        let params: Vec<Bound<'py, PyAny>> = match params.cast::<PyList>() {
+            Ok(list) => list.iter().collect(),
+            Err(_) => params.try_iter()?.collect::<PyResult<_>>()?,
+        };
+        if let Some(first) = params.first() {
+            let (local, ..) = self.reader.local(first.clone())?;
+            self.reader.find_record(&local);
+        }
+        let grads = self.open_grads(&params)?;
+        let mut works = Vec::with_capacity(params.len());
+        let mut uninitialised = Vec::new();
+        let mut half = Dtype::Other;
+        self.trails.resize_with(params.len(), Trail::default);
+        self.trails.iter().take(AHEAD).for_each(Trail::prefetch);
+        let locals: Vec<Option<u64>> = grads.iter().map(|grad| Some(grad.as_ref()?.local.as_ptr() as u64)).collect();
+        for (index, (param, grad)) in params.into_iter().zip(grads).enumerate() {
+            if let Some(trail) = self.trails.get(index + AHEAD) {
+                trail.prefetch();
+            }
+            if let Some(at) = self.reader.record_at() {
+                let ahead = |distance| locals.get(index + distance).copied().flatten();
+                ahead(2 * AHEAD).inspect(|&object| at.fetch_record(object));
+                ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
+            }
+            let place = Place { group: self.group, index };
+            let (local, outer, inner) = self.reader.local(param.clone())?;
+            let value = if inner == Kind::Wrapped {
+                match self.quantized_value(place, &param, local)? {
+                    Some(value) => value,
+                    None => return Ok(Outcome::Unserved("a quantized parameter that this release does not know")),
+                }
+            } else {
+                let view = self.view(&local, place, &param, Role::Param)?;
+                let at = self.reader.record_at();
+                self.trails[index].note(0, param.as_ptr() as u64, local.as_ptr() as u64, view.record, at);
+                Value { tensor: local, view, scaling: Scaling::default(), quantized: None }
+            };
+            let grad = self.checked_grad(place, &param, outer, grad)?;
+            let dtype = value.view.dtype;
+            if grad.is_some() && matches!(dtype, Dtype::F16 | Dtype::BF16) {
+                if half != Dtype::Other && half != dtype {
+                    return Err(faults::mixed(place, &param, dtype, self.switches.remainders));
+                }
+                half = dtype;
+            }
+            let state = match self.walk.get(&param)? {
+                Some(state) => state.cast_into::<PyDict>().map_err(PyErr::from)?,
+                None => PyDict::new(param.py()),
+            };
+            self.trails[index].note_state(state.as_ptr() as u64);
+            if state.is_empty() {
+                if let Some(grad) = &grad {
+                    // A gradient that will be refused must be refused before any state is made.
+                    self.check_grad(place, &param, value.view, grad)?;
+                }
+                uninitialised.push((param, self.switches.remainder(dtype)));
+                continue;
+            }
+            let Some(grad) = grad else {
+                works.push(None);
+                continue;
+            };
+            match self.read_column(place, &param, outer, value, grad, &state)? {
+                Some(work) => works.push(work),
+                None => return Ok(Outcome::Unserved("states of a DTensor that lost their sharding")),
+            }
+        }
+        Ok(if uninitialised.is_empty() { Outcome::Works(works) } else { Outcome::Uninitialised(uninitialised) })
+    }
+
+    fn view(&self, tensor: &Bound<'py, PyAny>, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<View> {
+        self.reader.view(tensor).map_err(|error| faults::unreadable(error, place, param, role))
+    }
+
+    /// The data of an fp8 parameter that the kernels write themselves, or the shape of what another one is made of.
+    fn quantized_value(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        local: Bound<'py, PyAny>,
+    ) -> PyResult<Option<Value<'py>>> {
+        let class = || local.get_type().name().map_or_else(|_| "quantized".to_owned(), |name| name.to_string());
+        let fp8 = self.reader.fp8(&local).map_err(|error| faults::unreadable(error, place, param, Role::Param))?;
+        let own = fp8.as_ref().is_some_and(|fp8| fp8.delayed || !self.release.delayed_scaling_apart);
+        let known = own || self.release.quantizes_from_master && self.reader.is_quantized(&local)?;
+        if !known {
+            return Ok(None);
+        }
+        if self.switches.capturable {
+            return Err(faults::capturable_quantized(place, param, &class()));
+        }
+        if !self.switches.master_weights {
+            return Err(faults::no_master(place, param, &class()));
+        }
+        if self.switches.remainders {
+            return Err(faults::quantized_remainder(place, param, &class()));
+        }
+        let Some(Fp8 { data, dtype, scale, scale_inv, amax, .. }) = fp8.filter(|_| own) else {
+            let view = View { dtype: Dtype::F32, ..self.reader.wrapper_view(&local)? };
+            return Ok(Some(Value {
+                tensor: local.clone(),
+                view,
+                scaling: Scaling::default(),
+                quantized: Some(local),
+            }));
+        };
+        let view = View { dtype, ..self.view(&data, place, param, Role::Param)? };
+        let one = |name, tensor| self.reader.one(name, tensor, Dtype::F32, view.device);
+        let scaling = Scaling {
+            factor: 0,
+            scale: one("an fp8 scale", &scale)?,
+            scale_inv: one("an fp8 scale_inv", &scale_inv)?,
+            amax: one("an fp8 amax", &amax)?,
+        };
+        Ok(Some(Value { tensor: data, view, scaling, quantized: None }))
+    }
+
+    /// Every parameter's gradient, opened in passes so that the memory of one pass arrives while the one before runs.
+    fn open_grads(&mut self, params: &[Bound<'py, PyAny>]) -> PyResult<Vec<Option<Grad<'py>>>> {
+        let mut outers = Vec::with_capacity(params.len());
+        for (index, param) in params.iter().enumerate() {
+            if let Some(ahead) = params.get(index + 3 * AHEAD) {
+                prefetch::object(ahead.as_ptr() as u64);
+            }
+            if let Some(at) = self.reader.record_at() {
+                let ahead = |distance: usize| params.get(index + distance).map(|param| param.as_ptr() as u64);
+                ahead(2 * AHEAD).inspect(|&object| at.fetch_record(object));
+                ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
+            }
+            let grad = self.reader.grad(param, self.switches.decoupled_grad)?;
+            if let Some(grad) = &grad {
+                prefetch::object(grad.as_ptr() as u64);
+            }
+            outers.push(grad);
+        }
+        let mut grads = Vec::with_capacity(params.len());
+        for (index, outer) in outers.into_iter().enumerate() {
+            let Some(outer) = outer else {
+                grads.push(None);
+                continue;
+            };
+            let (local, kind, inner) = self.reader.local(outer.clone())?;
+            if inner == Kind::Wrapped {
+                let place = Place { group: self.group, index };
+                let error = PyTypeError::new_err(format!("a {} is no plain tensor", local.get_type()));
+                return Err(faults::unreadable(error, place, &params[index], Role::Grad));
+            }
+            prefetch::object(local.as_ptr() as u64);
+            grads.push(Some(Grad { outer, local, sharded: kind == Kind::Sharded }));
+        }
+        Ok(grads)
+    }
+
+    /// The local gradient, if it is as sharded as its parameter or the release does not mind.
+    fn checked_grad(
+        &self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        outer: Kind,
+        grad: Option<Grad<'py>>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(Grad { outer: grad, local, sharded }) = grad else { return Ok(None) };
+        if self.release.strict_parity && sharded != (outer == Kind::Sharded) {
+            return Err(faults::parity(place, param, Role::Grad, &grad));
+        }
+        Ok(Some(local))
+    }
+
+    /// The gradient's view; sparse ones have none.
+    fn grad_view(&self, place: Place, param: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny>) -> PyResult<View> {
+        self.reader.view(grad).map_err(|error| {
+            let dense = grad
+                .getattr("layout")
+                .and_then(|layout| Ok(layout.is(&grad.py().import("torch")?.getattr("strided")?)))
+                .unwrap_or(true);
+            if dense { faults::unreadable(error, place, param, Role::Grad) } else { faults::sparse(place, param, grad) }
+        })
+    }
+
+    fn check_grad(
+        &self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        view: View,
+        grad: &Bound<'py, PyAny>,
+    ) -> PyResult<()> {
+        let state = View { dtype: Dtype::F32, ..view };
+        let column = Column {
+            grad: self.grad_view(place, param, grad)?,
+            param: view,
+            exp_avg: state,
+            exp_avg_sq: state,
+            master: None,
+            scaling: Default::default(),
+            kind: Master::None,
+            moments: [Dtype::F32; 2],
+            capturable: false,
+        };
+        column.check().map_err(|fault| faults::raise(fault, place, param, grad)).map(|_| ())
+    }
+
+    /// The checked work of a parameter with gradient and state; `None` inside: no elements; `None` outside: unserved.
+    fn read_column(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        outer: Kind,
+        mut value: Value<'py>,
+        grad: Bound<'py, PyAny>,
+        state: &Bound<'py, PyDict>,
+    ) -> PyResult<Option<Option<Work>>> {
+        let py = param.py();
+        let grad_view = self.grad_view(place, param, &grad)?;
+        let mut kind = self.switches.master(value.view.dtype);
+        if value.quantized.is_some() {
+            kind = if self.switches.master == Dtype::F16 { Master::F16 } else { Master::F32 };
+        }
+        let mut states: [Option<State<'py>>; 3] = [None, None, None];
+        let names = [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")];
+        let roles = [Role::ExpAvg, Role::ExpAvgSq, Role::Master];
+        let [exp_avg, exp_avg_sq] = self.switches.moments;
+        let master = if matches!(kind, Master::F16 | Master::F16Idle) { Dtype::F16 } else { Dtype::Other };
+        let dtypes = [exp_avg, exp_avg_sq, master];
+        let entries = state_entries(state, names)?;
+        if kind == Master::F16Idle && entries[2].is_none() {
+            kind = Master::None;
+        }
+        for (at, entry) in entries.into_iter().enumerate() {
+            if roles[at] == Role::Master && kind == Master::None {
+                continue;
+            }
+            let tensor = entry.ok_or_else(|| {
+                let missing = roles[at].name();
+                PyKeyError::new_err(format!("{missing}: the state of {} lacks it", faults::name(place, param)))
+            })?;
+            let outer_address = tensor.as_ptr() as u64;
+            let (tensor, outer_state, inner) = self.reader.local(tensor)?;
+            if (outer_state == Kind::Sharded) != (outer == Kind::Sharded) {
+                if self.release.strict_parity {
+                    return Err(faults::parity(place, param, roles[at], &tensor));
+                }
+                return Ok(None);
+            }
+            let local_address = tensor.as_ptr() as u64;
+            let state = self.read_state(place, param, roles[at], dtypes[at], tensor, inner)?;
+            let record_at = self.reader.record_at();
+            if inner != Kind::Wrapped {
+                self.trails[place.index].note(at + 1, outer_address, local_address, state.view.record, record_at);
+            }
+            states[at] = Some(state);
+        }
+        let [Some(exp_avg), Some(exp_avg_sq), mut master] = states else {
+            return Err(PyRuntimeError::new_err("the moments were not read"));
+        };
+        if let Some(quantized) = value.quantized.take() {
+            (value, master) = self.value_of(place, param, quantized, master, grad_view)?;
+            kind = if master.is_some() { kind } else { Master::None };
+        }
+        let scaling = |state: &Option<State<'_>>| state.as_ref().map(|state| state.scaling).unwrap_or_default();
+        let column = Column {
+            grad: grad_view,
+            param: value.view,
+            exp_avg: exp_avg.view,
+            exp_avg_sq: exp_avg_sq.view,
+            master: master.as_ref().map(|master| master.view),
+            scaling: [Scaling::default(), value.scaling, exp_avg.scaling, exp_avg_sq.scaling, scaling(&master)],
+            kind,
+            moments: self.switches.moments,
+            capturable: self.switches.capturable,
+        };
+        let master = master.map(|master| master.tensor);
+        let tensors = [Some(grad), Some(value.tensor), Some(exp_avg.tensor), Some(exp_avg_sq.tensor), master];
+        let verdict = column.check().map_err(|fault| {
+            let tensor = tensors[faults::role(fault) as usize].as_ref().unwrap_or(param);
+            faults::raise(fault, place, param, tensor)
+        })?;
+        match verdict {
+            Verdict::Empty => Ok(Some(None)),
+            Verdict::Ready(work) => Ok(Some(Some(work))),
+            Verdict::Unordered => self.stage(place, param, column, tensors).map(|work| Some(Some(work))),
+        }
+    }
+
+    /// A state and where its scaling is kept.
+    fn read_state(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        role: Role,
+        dtype: Dtype,
+        tensor: Bound<'py, PyAny>,
+        inner: Kind,
+    ) -> PyResult<State<'py>> {
+        let unreadable = |error| faults::unreadable(error, place, param, role);
+        if dtype == Dtype::E4M3 {
+            let Some(fp8) = self.reader.fp8(&tensor).map_err(unreadable)? else {
+                let error = PyTypeError::new_err("it is no Float8Tensor, but the optimizer's options call for fp8");
+                return Err(unreadable(error));
+            };
+            let view = View { dtype: fp8.dtype, ..self.view(&fp8.data, place, param, role)? };
+            let one = |name, tensor| self.reader.one(name, tensor, Dtype::F32, view.device).map_err(unreadable);
+            let scaling = Scaling {
+                factor: one("a scale", &self.scale_of(place, param, role)?)?,
+                scale: one("an fp8 scale", &fp8.scale)?,
+                scale_inv: one("an fp8 scale_inv", &fp8.scale_inv)?,
+                amax: one("an fp8 amax", &fp8.amax)?,
+            };
+            if fp8.transposed && view.numel > 0 {
+                self.aftermath.transposed.push(tensor);
+            }
+            return Ok(State { tensor: fp8.data, view, scaling });
+        }
+        if inner == Kind::Wrapped {
+            return Err(unreadable(PyTypeError::new_err("it is no plain tensor")));
+        }
+        let view = self.view(&tensor, place, param, role)?;
+        let mut scaling = Scaling::default();
+        if dtype == Dtype::F16 {
+            let factor = self.scale_of(place, param, role)?;
+            scaling.factor = self.reader.one("a scale", &factor, Dtype::F32, view.device).map_err(unreadable)?;
+        }
+        Ok(State { tensor, view, scaling })
+    }
+
+    /// `optimizer._scales[param][name]`.
+    fn scale_of(&self, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<Bound<'py, PyAny>> {
+        self.scales.get_item(param).and_then(|scales| scales.get_item(role.name())).map_err(|_| {
+            let name = faults::name(place, param);
+            PyKeyError::new_err(format!("{}: the scale of this state of {name} is missing", role.name()))
+        })
+    }
+
+    /// The fp32 value that a quantized parameter is made of after the update: its fp32 master, updated in place, or an
+    /// fp32 tensor beside its fp16 master.
+    fn value_of(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        quantized: Bound<'py, PyAny>,
+        master: Option<State<'py>>,
+        grad: View,
+    ) -> PyResult<(Value<'py>, Option<State<'py>>)> {
+        let py = param.py();
+        let master = master.ok_or_else(|| PyRuntimeError::new_err("the master was not read"))?;
+        if self.switches.master != Dtype::F16 {
+            let view = View { shape: grad.shape, ..master.view };
+            if grad.numel > 0 {
+                self.aftermath.quantized.push((quantized, master.tensor.call_method0("detach")?));
+            }
+            return Ok((Value { tensor: master.tensor, view, scaling: Scaling::default(), quantized: None }, None));
+        }
+        let torch = py.import("torch")?;
+        let arguments = PyDict::new(py);
+        arguments.set_item("dtype", torch.getattr("float32")?)?;
+        let value = torch.call_method("empty_like", (master.tensor.call_method0("detach")?,), Some(&arguments))?;
+        let view = self.view(&value, place, param, Role::Param)?;
+        if grad.numel > 0 {
+            self.aftermath.quantized.push((quantized, value.clone()));
+        }
+        Ok((Value { tensor: value, view, scaling: Scaling::default(), quantized: None }, Some(master)))
+    }
+
+    /// Puts contiguous copies in the place of tensors that are not contiguous.
+    fn stage(
+        &mut self,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        column: Column,
+        tensors: [Option<Bound<'py, PyAny>>; 5],
+    ) -> PyResult<Work> {
+        let dtypes =
+            [column.grad, column.param, column.exp_avg, column.exp_avg_sq, column.master.unwrap_or(column.param)];
+        let mut views = [None; 5];
+        for ((at, tensor), role) in tensors.into_iter().enumerate().zip(Role::ALL) {
+            let Some(original) = tensor else { continue };
+            let copy = original.call_method0("detach")?.call_method0("contiguous")?;
+            let view = View { dtype: dtypes[at].dtype, ..self.view(&copy, place, param, role)? };
+            views[at] = Some(view);
+            if view.address != self.view(&original, place, param, role)?.address {
+                if role != Role::Grad || self.switches.capturable {
+                    self.aftermath.copies.push((original, copy));
+                } else {
+                    self.aftermath.held.push(copy);
+                }
+            }
+        }
+        let [Some(grad), Some(param_view), Some(exp_avg), Some(exp_avg_sq), master] = views else {
+            return Err(PyRuntimeError::new_err("a tensor went missing while it was copied"));
+        };
+        let shape = |view: View| View { shape: param_view.shape, ..view };
+        let column = Column {
+            grad,
+            param: param_view,
+            exp_avg: shape(exp_avg),
+            exp_avg_sq: shape(exp_avg_sq),
+            master: master.map(shape),
+            ..column
+        };
+        match column.check() {
+            Ok(Verdict::Ready(work)) => Ok(work),
+            _ => Err(PyRuntimeError::new_err(format!(
+                "FusedAdam: {} and its states cannot be brought into one memory order",
+                faults::name(place, param)
+            ))),
+        }
+    }
+}

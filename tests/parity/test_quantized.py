@@ -1,0 +1,205 @@
+"""Quantized parameters: fp8 with delayed scaling, which the kernels write, and the others, which are quantized anew from
+their masters."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import te_patches
+import torch
+from te_patches import _releases
+from twin import DEVICE, TALLY, assert_same
+
+MODULE = _releases.import_fused_adam()
+RELEASE = _releases.probe(MODULE)
+SHAPES = [(16, 32), (64, 129 * 16), (8192 + 16, 16), (32, 16)]
+BF16, FP16, FP32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+
+
+def kind(name):
+    enum = MODULE.DType if hasattr(MODULE, "DType") else MODULE.tex.DType
+    return getattr(enum, name)
+
+
+def delayed(values, name="kFloat8E4M3"):
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    scale, amax = (torch.full((1,), x, device=DEVICE) for x in (64.0, 0.25))
+    quantizer = Float8Quantizer(scale=scale, amax=amax, fp8_dtype=kind(name))
+    tensor = quantizer.make_empty(values.shape, dtype=BF16, device=torch.device(DEVICE))
+    quantizer.update_quantized(values, tensor)
+    return tensor
+
+
+def current(values):
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+    quantizer = Float8CurrentScalingQuantizer(fp8_dtype=kind("kFloat8E4M3"), device=torch.device(DEVICE))
+    tensor = quantizer.make_empty(values.shape, dtype=BF16, device=torch.device(DEVICE))
+    quantizer.update_quantized(values, tensor)
+    return tensor
+
+
+def blockwise(values):
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    quantizer = Float8BlockQuantizer(
+        fp8_dtype=kind("kFloat8E4M3"), rowwise=True, columnwise=True, force_pow_2_scales=True, block_scaling_dim=2
+    )
+    tensor = quantizer.make_empty(values.shape, dtype=BF16, device=torch.device(DEVICE))
+    quantizer.update_quantized(values, tensor)
+    return tensor
+
+
+INSIDE = ("_data", "_scale_inv", "_transpose", "_rowwise_data", "_columnwise_data", "_rowwise_scale_inv",
+          "_columnwise_scale_inv")  # fmt: skip
+
+
+def inside(param):
+    """Everything that a quantized tensor and its quantizer hold."""
+    found = [getattr(param, name) for name in INSIDE if getattr(param, name, None) is not None]
+    quantizer = param._quantizer
+    return found + [
+        getattr(quantizer, name) for name in ("scale", "amax") if torch.is_tensor(getattr(quantizer, name, None))
+    ]
+
+
+class Pair:
+    """The same parameters twice, stepped by stock and by the patches."""
+
+    def __init__(self, make, grad_dtype=BF16, plain=(), **arguments):
+        torch.manual_seed(3)
+        values = [torch.randn(shape, device=DEVICE).to(BF16) for shape in SHAPES]
+        others = [torch.randn(33, device=DEVICE).to(dtype) for dtype in plain]
+        self.params = [
+            [torch.nn.Parameter(make(value)) for value in values]
+            + [torch.nn.Parameter(other.clone()) for other in others]
+            for _ in range(2)
+        ]
+        self.optimizers = [
+            MODULE.FusedAdam(p, lr=1e-2, weight_decay=0.1, use_decoupled_grad=True, **arguments) for p in self.params
+        ]
+        self.grad_dtype = grad_dtype
+        self.quantized = len(values)
+        self.step_of_stock = inspect.unwrap(MODULE.FusedAdam.step)
+        TALLY.combinations += 1
+
+    def step(self):
+        for mine, stock in zip(*self.params, strict=True):
+            grad = torch.randn(mine.shape, device=DEVICE).to(self.grad_dtype)
+            mine.decoupled_grad, stock.decoupled_grad = grad, grad.clone()
+        self.optimizers[0].step()
+        self.step_of_stock(self.optimizers[1])
+        TALLY.steps += 1
+        for at, (mine, stock) in enumerate(zip(*self.params, strict=True)):
+            if at < self.quantized:
+                for ours, theirs in zip(inside(mine), inside(stock), strict=True):
+                    assert_same([ours], [theirs], f"inside of parameter {at}")
+            else:
+                assert_same([mine], [stock], f"parameter {at}")
+            states = [optimizer.state[p] for optimizer, p in zip(self.optimizers, (mine, stock), strict=True)]
+            for name in states[0]:
+                assert_same(*([state[name]] for state in states), what=name)
+            scales = [o._scales.get(p, {}) for o, p in zip(self.optimizers, (mine, stock), strict=True)]
+            for name in scales[0]:
+                assert_same(*([scale[name]] for scale in scales), what=f"scale of {name}")
+
+    def tiers(self):
+        return {group["tier"] for group in te_patches.report(self.optimizers[0])["groups"]}
+
+
+def run(pair, steps):
+    for _ in range(steps):
+        pair.step()
+    assert pair.tiers() == {"native"}
+
+
+MOMENTS = [(FP32, FP32), (FP16, FP16), (U8, FP16), (BF16, FP32)]
+CASES = [
+    ({"exp_avg_dtype": m, "exp_avg_sq_dtype": v, "master_weights": True, "master_weight_dtype": w, "adam_w_mode": a}, g)
+    for (m, v), w, a, g in itertools.product(MOMENTS, (FP32, FP16), (True, False), (BF16, FP32))
+]
+
+
+def words(case):
+    options, grad = case
+    return "-".join(str(word).removeprefix("torch.") for word in (*options.values(), grad))
+
+
+needs_fp8_init = pytest.mark.skipif(
+    "empty_like" not in _releases.names(MODULE.FusedAdam._initialize_state),
+    reason="this release gives quantized parameters quantized states",
+)
+
+
+@needs_fp8_init
+@pytest.mark.parametrize("name", ["kFloat8E4M3", "kFloat8E5M2"])
+@pytest.mark.parametrize("case", CASES[::3], ids=words)
+def test_cpu_fp8_parameters_with_delayed_scaling_equal_stock(case, name):
+    te_patches.apply(kernels="native")
+    run(Pair(lambda values: delayed(values, name), case[1], **case[0]), 3)
+
+
+@needs_fp8_init
+@pytest.mark.gpu
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["kFloat8E4M3", "kFloat8E5M2"])
+@pytest.mark.parametrize("case", CASES, ids=words)
+def test_gpu_fp8_parameters_with_delayed_scaling_equal_stock(case, name):
+    te_patches.apply(kernels="native")
+    run(Pair(lambda values: delayed(values, name), case[1], **case[0]), 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not RELEASE.quantizes_from_master, reason="this release does not update such parameters")
+@pytest.mark.parametrize("make", [current, blockwise])
+@pytest.mark.parametrize("case", CASES, ids=words)
+def test_gpu_other_quantized_parameters_equal_stock(case, make):
+    if make is current and not RELEASE.delayed_scaling_apart:
+        pytest.skip("this release gives them to its FP8 kernel")
+    te_patches.apply(kernels="native")
+    run(Pair(make, case[1], **case[0]), 10)
+
+
+@needs_fp8_init
+@pytest.mark.gpu
+@pytest.mark.parametrize("plain", [(BF16,), (FP32,), (BF16, FP32)], ids=str)
+def test_gpu_fp8_beside_plain_parameters_equal_stock(plain):
+    te_patches.apply(kernels="native")
+    run(Pair(delayed, BF16, plain, master_weights=True), 5)
+
+
+@needs_fp8_init
+def test_cpu_fp8_beside_plain_parameters_equal_stock():
+    te_patches.apply(kernels="native")
+    run(Pair(delayed, BF16, (BF16, FP32), master_weights=True), 3)
+
+
+def refused(match, **arguments):
+    te_patches.apply()
+    values = torch.randn(16, 32, device=DEVICE).to(BF16)
+    param = torch.nn.Parameter(delayed(values))
+    optimizer = MODULE.FusedAdam([param], use_decoupled_grad=True, **arguments)
+    param.decoupled_grad = torch.ones_like(values)
+    before = param._data.clone()
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+    assert torch.equal(param._data, before)
+    assert not optimizer.state
+    assert "step" not in optimizer.param_groups[0]
+
+
+def test_cpu_an_fp8_parameter_without_a_master_is_refused():
+    """Stock never updates it and says nothing."""
+    refused("without master_weights does not support Float8Tensor", master_weights=False)
+
+
+def test_cpu_an_fp8_parameter_in_capturable_mode_is_refused():
+    refused("does not support FP8 model weights with capturable=True", master_weights=True, capturable=True)
+
+
+@pytest.mark.gpu
+def test_gpu_an_fp8_parameter_without_a_master_is_refused():
+    refused("without master_weights does not support Float8Tensor", master_weights=False)
