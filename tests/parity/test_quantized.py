@@ -1,5 +1,6 @@
-"""Quantized parameters: fp8 with delayed scaling, which the kernels write, and the others, which are quantized anew from
-their masters."""
+"""Quantized parameters: fp8 with delayed scaling, which the kernels write, and the others, which are quantized anew
+from their masters.
+"""
 
 from __future__ import annotations
 
