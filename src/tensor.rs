@@ -95,7 +95,7 @@ impl Layout {
 }
 
 /// One tensor as the kernels see it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
     /// Address of the first element.
     pub address: u64,

@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED=1
 selection=gpu
 [ "$part" = core ] && selection="gpu and core"
 tally=$(mktemp -d)
-PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -n "${PROCESSES:-8}" -m "$selection" tests/parity --durations=5 \
+PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n "${PROCESSES:-8}" -m "$selection" tests/parity --durations=5 \
   >"$out/pytest.log" 2>&1
 status=$?
 grep -vE '^(SKIPPED|\.|s)' "$out/pytest.log" | tail -45

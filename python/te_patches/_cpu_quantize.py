@@ -5,6 +5,7 @@ Only delayed scaling (Float8Quantizer): its scale is given, data, scale_inv and 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 
@@ -17,8 +18,10 @@ def _torch_dtype(fp8: Any) -> Any:
 def create_empty_quantized_tensor(quantizer: Any, shape: Any, dtype: Any, device: Any, pin_memory: bool) -> Any:
     """An uninitialised Float8Tensor. NotImplementedError for other quantizers."""
     import torch
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor, QuantizedTensor
 
+    if "device" not in inspect.signature(QuantizedTensor.__new__).parameters:
+        raise NotImplementedError("this Transformer Engine (before 2.10) makes fp8 tensors on a GPU only")
     if not isinstance(quantizer, Float8Quantizer):
         raise NotImplementedError(f"{type(quantizer).__name__} needs Transformer Engine's compiled library")
     return Float8Tensor(
@@ -48,6 +51,9 @@ def quantize(source: Any, quantizer: Any, target: Any = None, noop_flag: Any = N
         largest = torch.finfo(dtype).max
         scaled = (values * quantizer.scale).clamp(-largest, largest)
         target._data.copy_(scaled.to(dtype).view(torch.uint8))
+        if target._transpose is not None and target._data.numel() > 0:
+            rows = target._data.reshape(-1, target._data.shape[-1])
+            target._transpose.copy_(rows.t().reshape(target._transpose.shape))
         target._scale_inv.copy_(1 / quantizer.scale)
         finite = values[~values.isnan()].abs()
         if finite.numel():

@@ -59,6 +59,7 @@ def enable() -> None:
                 del sys.modules[name]
         raise
     _build_on_cpu(fused_adam.FusedAdam)
+    _quantize_on_cpu()
 
 
 def _find_package() -> Path:
@@ -209,7 +210,7 @@ def _adam_capturable(expected: int, chunk_size: int, noop_flag: Any, lists: list
 
 
 def _build_on_cpu(optimizer: Any) -> None:
-    """Makes the optimizer's own CUDA buffers on the CPU, by what torch is asked for and not by editing source."""
+    """Makes the constructor's own CUDA buffers on the CPU, by what torch is asked for and not by editing source."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -221,14 +222,22 @@ def _build_on_cpu(optimizer: Any) -> None:
                 kwargs["device"] = "cpu"
             return function(*args, **kwargs)
 
-    def on_cpu(method: Any) -> Any:
-        @functools.wraps(method)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with OnCpu():
-                return method(self, *args, **kwargs)
+    build = optimizer.__init__
 
-        return wrapper
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with OnCpu():
+            build(self, *args, **kwargs)
 
-    # fp8 states of older releases are made on the GPU whatever their parameter's device.
-    for name in ("__init__", "_initialize_state"):
-        setattr(optimizer, name, on_cpu(vars(optimizer)[name]))
+    optimizer.__init__ = __init__
+
+
+def _quantize_on_cpu() -> None:
+    """fp8 tensors are made on the GPU unless they are told where; here there is none."""
+    import torch
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    def make_empty(self: Any, shape: Any, *, dtype: Any = torch.float32, **_: Any) -> Any:
+        return _cpu_quantize.create_empty_quantized_tensor(self, shape, dtype, torch.device("cpu"), False)
+
+    Float8Quantizer.make_empty = make_empty

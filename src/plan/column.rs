@@ -2,7 +2,7 @@
 //! Plain data: knows nothing of Python or devices' APIs. Invariant: a `Work` is only made of tensors that hold the same
 //! number of elements in the same order on the same device.
 
-use crate::plan::operands::{Addresses, MAX_OPERANDS, Scaling};
+use crate::plan::operands::{ROLES, Scaling};
 use crate::tensor::{Device, Dtype, Layout, View};
 
 /// The part a tensor plays in the update of its parameter.
@@ -22,7 +22,7 @@ pub enum Role {
 
 impl Role {
     /// Roles in the order of the kernels' operands.
-    pub const ALL: [Role; 5] = [Role::Grad, Role::Param, Role::ExpAvg, Role::ExpAvgSq, Role::Master];
+    pub const ALL: [Role; ROLES] = [Role::Grad, Role::Param, Role::ExpAvg, Role::ExpAvgSq, Role::Master];
 
     /// Key of the state that plays this role.
     pub fn name(self) -> &'static str {
@@ -102,16 +102,18 @@ pub struct Signature {
 }
 
 /// One parameter's update: what kind, and the addresses of its operands.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Work {
     /// Kind of work.
     pub signature: Signature,
-    /// Addresses in the order of the kernel.
-    pub addresses: [u64; MAX_OPERANDS],
+    /// Addresses of the tensors in the order of [`Role::ALL`].
+    pub tensors: [u64; ROLES],
+    /// What scales them.
+    pub scaling: Option<Box<[Scaling; ROLES]>>,
 }
 
 /// The tensors of one parameter that has a gradient.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Column {
     /// Gradient.
     pub grad: View,
@@ -123,8 +125,8 @@ pub struct Column {
     pub exp_avg_sq: View,
     /// Master or remainder, as `kind` says.
     pub master: Option<View>,
-    /// Their scaling, in the order of [`Role::ALL`].
-    pub scaling: [Scaling; Role::ALL.len()],
+    /// Their scaling in the order of [`Role::ALL`], where any is scaled.
+    pub scaling: Option<Box<[Scaling; ROLES]>>,
     /// How the fp32 value is kept.
     pub kind: Master,
     /// Storage types of exp_avg and exp_avg_sq that the optimizer was built for.
@@ -151,7 +153,7 @@ pub enum Fault {
 }
 
 /// What a checked column comes to.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub enum Verdict {
     /// No elements, no work.
     Empty,
@@ -190,7 +192,7 @@ impl Column {
         let mut views = [Some(&self.grad), Some(param), Some(&self.exp_avg), Some(&self.exp_avg_sq), None];
         views[4] = self.master.as_ref();
         let expected = [self.grad.dtype, param.dtype, self.moments[0], self.moments[1], master_dtype];
-        let mut addresses = Addresses { scaling: self.scaling, ..Addresses::default() };
+        let mut tensors = [0; ROLES];
         let mut ordered = param.layout != Layout::SCATTERED;
         for (operand, role) in Role::ALL.into_iter().enumerate() {
             let Some(view) = views[operand] else { continue };
@@ -204,7 +206,7 @@ impl Column {
                 return Err(Fault::Device(role));
             }
             ordered &= view.layout == param.layout && (view.layout == Layout::CONTIGUOUS || view.shape == param.shape);
-            addresses.tensors[operand] = view.address;
+            tensors[operand] = view.address;
         }
         if param.numel == 0 {
             return Ok(Verdict::Empty);
@@ -213,7 +215,7 @@ impl Column {
             return Ok(Verdict::Unordered);
         }
         let signature = Signature { numel: param.numel, variant, device: param.device };
-        Ok(Verdict::Ready(Work { signature, addresses: addresses.pack(&variant) }))
+        Ok(Verdict::Ready(Work { signature, tensors, scaling: self.scaling.clone() }))
     }
 }
 
@@ -232,7 +234,7 @@ mod tests {
             exp_avg: view(Dtype::F32, 48),
             exp_avg_sq: view(Dtype::F32, 64),
             master: Some(view(Dtype::I16, 80)),
-            scaling: Default::default(),
+            scaling: None,
             kind: Master::Remainder,
             moments: [Dtype::F32; 2],
             capturable: false,
@@ -242,7 +244,7 @@ mod tests {
     #[test]
     fn a_right_column_is_ready_with_its_addresses_in_order() {
         let Ok(Verdict::Ready(work)) = column().check() else { panic!("refused") };
-        assert_eq!(work.addresses[..5], [16, 32, 48, 64, 80]);
+        assert_eq!(work.tensors, [16, 32, 48, 64, 80]);
         assert_eq!(work.signature.variant.operands(), 5);
     }
 

@@ -7,7 +7,7 @@ pub mod operands;
 pub mod table;
 
 use crate::plan::column::{Signature, Variant, Work};
-use crate::plan::operands::MAX_OPERANDS;
+use crate::plan::operands::{Addresses, MAX_OPERANDS};
 use crate::plan::table::{Table, capacity};
 use crate::tensor::Device;
 
@@ -62,9 +62,17 @@ impl GroupPlan {
         }
         for (work, slot) in works.iter().zip(&self.slots) {
             let Some(slot) = slot else { continue };
-            let addresses = work.as_ref().map_or(&[0; MAX_OPERANDS], |work| &work.addresses);
-            let table = &mut self.buckets[slot.bucket as usize].tables[slot.table as usize];
-            table.set_addresses(slot.index as usize, addresses);
+            let bucket = &mut self.buckets[slot.bucket as usize];
+            let table = &mut bucket.tables[slot.table as usize];
+            match work {
+                None => table.set_addresses(slot.index as usize, &[0; MAX_OPERANDS]),
+                // The master comes last, so that variants without one read what is before it.
+                Some(Work { tensors, scaling: None, .. }) => table.set_addresses(slot.index as usize, tensors),
+                Some(Work { tensors, scaling: Some(scaling), .. }) => {
+                    let addresses = Addresses { tensors: *tensors, scaling: **scaling };
+                    table.set_addresses(slot.index as usize, &addresses.pack(&bucket.variant));
+                }
+            }
         }
     }
 
@@ -146,7 +154,8 @@ mod tests {
         let device = Device::Cuda(u16::from(kind / 3));
         Work {
             signature: Signature { numel, variant, device },
-            addresses: std::array::from_fn(|operand| address + operand as u64),
+            tensors: std::array::from_fn(|operand| address + operand as u64),
+            scaling: None,
         }
     }
 
@@ -164,13 +173,13 @@ mod tests {
     fn gradients_that_come_and_go_settle_into_one_plan() {
         let all: Vec<_> = (0..5).map(|i| Some(work(100 + i, (i % 3) as u8, 10 * i + 10))).collect();
         let mut plan = GroupPlan::default();
-        plan.update(&[None, all[1], None, all[3], all[4]], BYTES);
+        plan.update(&[None, all[1].clone(), None, all[3].clone(), all[4].clone()], BYTES);
         plan.update(&all, BYTES);
         let settled = plan.built();
         for mask in 0..32u32 {
-            let works: Vec<_> = (0..5).map(|i| if mask >> i & 1 == 1 { all[i] } else { None }).collect();
+            let works: Vec<_> = (0..5).map(|i| if mask >> i & 1 == 1 { all[i].clone() } else { None }).collect();
             plan.update(&works, BYTES);
-            let expected: Vec<_> = works.iter().flatten().map(|w| (w.addresses[0], w.signature.numel)).collect();
+            let expected: Vec<_> = works.iter().flatten().map(|w| (w.tensors[0], w.signature.numel)).collect();
             assert_eq!(planned(&plan), expected);
         }
         assert_eq!(plan.built(), settled);
@@ -198,7 +207,7 @@ mod tests {
                     .map(|(i, kind)| kind.map(|(numel, kind)| work(numel, kind, (step as u64 + 1) << 32 | (i as u64 * 8 + 8))))
                     .collect();
                 plan.update(&works, BYTES);
-                let expected: Vec<_> = works.iter().flatten().map(|w| (w.addresses[0], w.signature.numel)).collect();
+                let expected: Vec<_> = works.iter().flatten().map(|w| (w.tensors[0], w.signature.numel)).collect();
                 prop_assert_eq!(planned(&plan), expected);
                 for bucket in plan.buckets() {
                     let limit = capacity(BYTES, bucket.variant.operands());

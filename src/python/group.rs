@@ -10,7 +10,7 @@ use crate::plan::column::{Column, Master, Role, Verdict, Work};
 use crate::plan::operands::Scaling;
 use crate::python::faults::{self, Place};
 use crate::python::options::Switches;
-use crate::python::prefetch::{self, AHEAD, Trail};
+use crate::python::prefetch::{self, AHEAD, Chain, Trail};
 use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries};
 use crate::tensor::{Dtype, View};
 
@@ -90,7 +90,7 @@ struct Grad<'py> {
 struct Value<'py> {
     tensor: Bound<'py, PyAny>,
     view: View,
-    scaling: Scaling,
+    scaling: Option<Scaling>,
     /// The quantized parameter that is made of it afterwards.
     quantized: Option<Bound<'py, PyAny>>,
 }
@@ -99,15 +99,15 @@ struct Value<'py> {
 struct State<'py> {
     tensor: Bound<'py, PyAny>,
     view: View,
-    scaling: Scaling,
+    scaling: Option<Scaling>,
 }
 
 /// Reads the parameters of one group.
 pub struct GroupReader<'a, 'py> {
     pub reader: &'a mut Reader<'py>,
     pub walk: &'a mut StateWalk<'py>,
-    /// `optimizer._scales`.
-    pub scales: &'a Bound<'py, PyAny>,
+    /// A walk through `optimizer._scales`.
+    pub scales: &'a mut StateWalk<'py>,
     pub aftermath: &'a mut Aftermath<'py>,
     pub trails: &'a mut Vec<Trail>,
     pub switches: &'a Switches,
@@ -153,7 +153,7 @@ impl<'py> GroupReader<'_, 'py> {
                 let view = self.view(&local, place, &param, Role::Param)?;
                 let at = self.reader.record_at();
                 self.trails[index].note(0, param.as_ptr() as u64, local.as_ptr() as u64, view.record, at);
-                Value { tensor: local, view, scaling: Scaling::default(), quantized: None }
+                Value { tensor: local, view, scaling: None, quantized: None }
             };
             let grad = self.checked_grad(place, &param, outer, grad)?;
             let dtype = value.view.dtype;
@@ -217,12 +217,7 @@ impl<'py> GroupReader<'_, 'py> {
         }
         let Some(Fp8 { data, dtype, scale, scale_inv, amax, .. }) = fp8.filter(|_| own) else {
             let view = View { dtype: Dtype::F32, ..self.reader.wrapper_view(&local)? };
-            return Ok(Some(Value {
-                tensor: local.clone(),
-                view,
-                scaling: Scaling::default(),
-                quantized: Some(local),
-            }));
+            return Ok(Some(Value { tensor: local.clone(), view, scaling: None, quantized: Some(local) }));
         };
         let view = View { dtype, ..self.view(&data, place, param, Role::Param)? };
         let one = |name, tensor| self.reader.one(name, tensor, Dtype::F32, view.device);
@@ -232,30 +227,40 @@ impl<'py> GroupReader<'_, 'py> {
             scale_inv: one("an fp8 scale_inv", &scale_inv)?,
             amax: one("an fp8 amax", &amax)?,
         };
-        Ok(Some(Value { tensor: data, view, scaling, quantized: None }))
+        Ok(Some(Value { tensor: data, view, scaling: Some(scaling), quantized: None }))
     }
 
     /// Every parameter's gradient, opened in passes so that the memory of one pass arrives while the one before runs.
     fn open_grads(&mut self, params: &[Bound<'py, PyAny>]) -> PyResult<Vec<Option<Grad<'py>>>> {
-        let mut outers = Vec::with_capacity(params.len());
+        let mut outers: Vec<Option<Bound<'py, PyAny>>> = Vec::with_capacity(params.len());
+        let (mut chain, mut looked) = (Chain::default(), None);
         for (index, param) in params.iter().enumerate() {
-            if let Some(ahead) = params.get(index + 3 * AHEAD) {
+            if let Some(ahead) = params.get(index + 4 * AHEAD) {
                 prefetch::object(ahead.as_ptr() as u64);
             }
             if let Some(at) = self.reader.record_at() {
                 let ahead = |distance: usize| params.get(index + distance).map(|param| param.as_ptr() as u64);
-                ahead(2 * AHEAD).inspect(|&object| at.fetch_record(object));
-                ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
+                ahead(3 * AHEAD).inspect(|&object| at.fetch_record(object));
+                ahead(2 * AHEAD).inspect(|&object| at.fetch_behind(object));
+                ahead(AHEAD).inspect(|&object| chain.fetch_grad_record(at, object));
+                ahead(AHEAD / 2).inspect(|&object| chain.fetch_grad(at, object));
             }
             let grad = self.reader.grad(param, self.switches.decoupled_grad)?;
-            if let Some(grad) = &grad {
-                prefetch::object(grad.as_ptr() as u64);
+            if let (Some(grad), Some(at), None) = (&grad, self.reader.record_at(), &looked) {
+                let (local, ..) = self.reader.local(grad.clone())?;
+                let [param, grad, local] = [param, grad, &local].map(|object| object.as_ptr() as u64);
+                looked = Some(Chain::find(at, param, grad, local));
+                chain = looked.filter(|_| !self.switches.decoupled_grad).unwrap_or_default();
             }
             outers.push(grad);
         }
+        let chain = looked.unwrap_or_default();
         let mut grads = Vec::with_capacity(params.len());
-        for (index, outer) in outers.into_iter().enumerate() {
-            let Some(outer) = outer else {
+        for index in 0..outers.len() {
+            if let Some(Some(ahead)) = outers.get(index + AHEAD) {
+                chain.fetch_local(ahead.as_ptr() as u64);
+            }
+            let Some(outer) = outers[index].take() else {
                 grads.push(None);
                 continue;
             };
@@ -265,7 +270,6 @@ impl<'py> GroupReader<'_, 'py> {
                 let error = PyTypeError::new_err(format!("a {} is no plain tensor", local.get_type()));
                 return Err(faults::unreadable(error, place, &params[index], Role::Grad));
             }
-            prefetch::object(local.as_ptr() as u64);
             grads.push(Some(Grad { outer, local, sharded: kind == Kind::Sharded }));
         }
         Ok(grads)
@@ -311,7 +315,7 @@ impl<'py> GroupReader<'_, 'py> {
             exp_avg: state,
             exp_avg_sq: state,
             master: None,
-            scaling: Default::default(),
+            scaling: None,
             kind: Master::None,
             moments: [Dtype::F32; 2],
             capturable: false,
@@ -376,14 +380,16 @@ impl<'py> GroupReader<'_, 'py> {
             (value, master) = self.value_of(place, param, quantized, master, grad_view)?;
             kind = if master.is_some() { kind } else { Master::None };
         }
-        let scaling = |state: &Option<State<'_>>| state.as_ref().map(|state| state.scaling).unwrap_or_default();
+        let of_master = master.as_ref().and_then(|master| master.scaling);
+        let parts = [None, value.scaling, exp_avg.scaling, exp_avg_sq.scaling, of_master];
+        let scaled = parts.iter().any(Option::is_some);
         let column = Column {
             grad: grad_view,
             param: value.view,
             exp_avg: exp_avg.view,
             exp_avg_sq: exp_avg_sq.view,
             master: master.as_ref().map(|master| master.view),
-            scaling: [Scaling::default(), value.scaling, exp_avg.scaling, exp_avg_sq.scaling, scaling(&master)],
+            scaling: scaled.then(|| Box::new(parts.map(Option::unwrap_or_default))),
             kind,
             moments: self.switches.moments,
             capturable: self.switches.capturable,
@@ -418,9 +424,10 @@ impl<'py> GroupReader<'_, 'py> {
                 return Err(unreadable(error));
             };
             let view = View { dtype: fp8.dtype, ..self.view(&fp8.data, place, param, role)? };
+            let factor = self.scale_of(place, param, role)?;
             let one = |name, tensor| self.reader.one(name, tensor, Dtype::F32, view.device).map_err(unreadable);
             let scaling = Scaling {
-                factor: one("a scale", &self.scale_of(place, param, role)?)?,
+                factor: one("a scale", &factor)?,
                 scale: one("an fp8 scale", &fp8.scale)?,
                 scale_inv: one("an fp8 scale_inv", &fp8.scale_inv)?,
                 amax: one("an fp8 amax", &fp8.amax)?,
@@ -428,25 +435,36 @@ impl<'py> GroupReader<'_, 'py> {
             if fp8.transposed && view.numel > 0 {
                 self.aftermath.transposed.push(tensor);
             }
-            return Ok(State { tensor: fp8.data, view, scaling });
+            return Ok(State { tensor: fp8.data, view, scaling: Some(scaling) });
         }
         if inner == Kind::Wrapped {
             return Err(unreadable(PyTypeError::new_err("it is no plain tensor")));
         }
         let view = self.view(&tensor, place, param, role)?;
-        let mut scaling = Scaling::default();
+        let mut scaling = None;
         if dtype == Dtype::F16 {
             let factor = self.scale_of(place, param, role)?;
-            scaling.factor = self.reader.one("a scale", &factor, Dtype::F32, view.device).map_err(unreadable)?;
+            let factor = self.reader.one("a scale", &factor, Dtype::F32, view.device).map_err(unreadable)?;
+            scaling = Some(Scaling { factor, ..Scaling::default() });
         }
         Ok(State { tensor, view, scaling })
     }
 
     /// `optimizer._scales[param][name]`.
-    fn scale_of(&self, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<Bound<'py, PyAny>> {
-        self.scales.get_item(param).and_then(|scales| scales.get_item(role.name())).map_err(|_| {
-            let name = faults::name(place, param);
-            PyKeyError::new_err(format!("{}: the scale of this state of {name} is missing", role.name()))
+    fn scale_of(&mut self, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<Bound<'py, PyAny>> {
+        let py = param.py();
+        let name = match role {
+            Role::ExpAvg => intern!(py, "exp_avg"),
+            Role::ExpAvgSq => intern!(py, "exp_avg_sq"),
+            _ => intern!(py, "master_param"),
+        };
+        let scale = match self.scales.get(param)? {
+            Some(scales) => scales.cast_into::<PyDict>().map_err(PyErr::from)?.get_item(name)?,
+            None => None,
+        };
+        scale.ok_or_else(|| {
+            let param = faults::name(place, param);
+            PyKeyError::new_err(format!("{}: the scale of this state of {param} is missing", role.name()))
         })
     }
 
@@ -467,7 +485,7 @@ impl<'py> GroupReader<'_, 'py> {
             if grad.numel > 0 {
                 self.aftermath.quantized.push((quantized, master.tensor.call_method0("detach")?));
             }
-            return Ok((Value { tensor: master.tensor, view, scaling: Scaling::default(), quantized: None }, None));
+            return Ok((Value { tensor: master.tensor, view, scaling: None, quantized: None }, None));
         }
         let torch = py.import("torch")?;
         let arguments = PyDict::new(py);
@@ -477,7 +495,7 @@ impl<'py> GroupReader<'_, 'py> {
         if grad.numel > 0 {
             self.aftermath.quantized.push((quantized, value.clone()));
         }
-        Ok((Value { tensor: value, view, scaling: Scaling::default(), quantized: None }, Some(master)))
+        Ok((Value { tensor: value, view, scaling: None, quantized: None }, Some(master)))
     }
 
     /// Puts contiguous copies in the place of tensors that are not contiguous.

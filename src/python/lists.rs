@@ -131,13 +131,13 @@ fn run<'py>(
             exp_avg: views[2],
             exp_avg_sq: views[3],
             master: views.get(4).copied(),
-            scaling: [
+            scaling: Some(Box::new([
                 Scaling::default(),
                 scaling(1)?,
                 scaling(2)?,
                 scaling(3)?,
                 if kind == Master::None { Scaling::default() } else { scaling(4)? },
-            ],
+            ])),
             kind,
             moments: [views[2].dtype, views[3].dtype],
             capturable,

@@ -9,6 +9,7 @@ mod lists;
 mod options;
 mod prefetch;
 mod reader;
+mod shim;
 mod step;
 
 use pyo3::prelude::*;

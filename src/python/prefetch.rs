@@ -8,11 +8,11 @@ pub const AHEAD: usize = 6;
 
 /// Where one parameter's Python objects and torch's records of them lay when they were last read: for parameter,
 /// exp_avg, exp_avg_sq and master the outer and the local object, the local tensor's shape and its storage; and the
-/// state's dict.
+/// state's dict and the table of its keys.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Trail {
     tensors: [[u64; 4]; 4],
-    state: u64,
+    state: [u64; 2],
 }
 
 impl Trail {
@@ -21,21 +21,24 @@ impl Trail {
         self.tensors[tensor] = [outer, local, shape, at.map_or(0, |at| at.storage(local))];
     }
 
-    /// Notes the dict of states.
+    /// Notes the dict of states, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
     pub fn note_state(&mut self, state: u64) {
-        self.state = state;
+        // SAFETY: the dict is live.
+        self.state = [state, unsafe { read(state + 32) }];
     }
 
     /// Asks for all of it.
     pub fn prefetch(&self) {
-        fetch(self.state);
+        let [state, keys] = self.state;
+        fetch(state);
+        lines(keys, 3);
         for &[outer, local, shape, storage] in self.tensors.iter().filter(|tensor| tensor[0] != 0) {
             object(outer);
             if local != outer {
                 object(local);
             }
             record(shape);
-            fetch(storage);
+            lines(storage, 2);
         }
     }
 }
@@ -55,38 +58,114 @@ const RECORD_BYTES: u64 = 32;
 impl RecordAt {
     /// Finds the place from one live tensor: `object` is its Python object, `shape` lies within its record.
     pub fn find(object: u64, shape: u64) -> Option<RecordAt> {
-        let points_before_shape = |&offset: &u64| {
-            // SAFETY: within the words that every tensor's object has.
-            let word = unsafe { read(object + offset) };
-            word < shape && (RECORD_BYTES..256).contains(&(shape - word))
-        };
-        (16..OBJECT_BYTES).step_by(8).find(points_before_shape).map(|offset| RecordAt { offset })
+        let place = |offset| RecordAt { offset };
+        (16..OBJECT_BYTES).step_by(8).map(place).find(|at| at.is_right(object, shape))
+    }
+
+    /// Where that word lies within a tensor's object.
+    pub fn offset(self) -> u64 {
+        self.offset
+    }
+
+    /// Whether the word of a live tensor's object points just before its shape.
+    pub fn is_right(self, object: u64, shape: u64) -> bool {
+        let word = self.record(object);
+        word < shape && (RECORD_BYTES..256).contains(&(shape - word))
+    }
+
+    /// Record of a live tensor.
+    fn record(self, object: u64) -> u64 {
+        // SAFETY: the tensor is live, and every tensor's object has this word.
+        unsafe { read(object + self.offset) }
     }
 
     /// Where a live tensor's record points at its storage.
     fn storage(self, object: u64) -> u64 {
-        // SAFETY: the tensor is live, its object has the first word, and its record, whose shape lies behind, the second.
-        unsafe { read(read(object + self.offset) + 16) }
+        // SAFETY: the record of a live tensor has `RECORD_BYTES`, since its shape lies behind.
+        unsafe { read(self.record(object) + 16) }
     }
 
     /// Asks for the record of a live tensor, whose object should have arrived.
     pub fn fetch_record(self, object: u64) {
-        // SAFETY: the tensor is live, and its object has this word.
-        let record = unsafe { read(object + self.offset) };
-        fetch(record);
-        fetch(record + LINE);
-        fetch(record + 2 * LINE);
+        record(self.record(object) + SHAPE);
     }
 
     /// Asks for what the record of a live tensor points at first: its storage and its gradient's place.
     pub fn fetch_behind(self, object: u64) {
-        // SAFETY: as above; and the record, live as its tensor, has at least `RECORD_BYTES`, since its shape lies behind.
-        unsafe {
-            let record = read(object + self.offset);
-            fetch(read(record + 16));
-            fetch(read(record + 24));
+        // SAFETY: as for `storage`.
+        let (storage, meta) = unsafe { (read(self.record(object) + 16), read(self.record(object) + 24)) };
+        lines(storage, 2);
+        lines(meta, 2);
+    }
+}
+
+/// The way from a parameter's record to its gradient's Python object, and from a DTensor's to its local tensor's: found
+/// by looking at one of each.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Chain {
+    /// In what the record's fourth word points at: the gradient's record.
+    grad: Option<u64>,
+    /// In a record: its tensor's Python object.
+    object: Option<u64>,
+    /// In a DTensor's object, and which class that is: its local tensor's.
+    local: Option<(u64, u64)>,
+}
+
+impl Chain {
+    /// Looks at a live parameter, its gradient, and that gradient's local tensor.
+    pub fn find(at: RecordAt, param: u64, grad: u64, local: u64) -> Chain {
+        // SAFETY: as for `RecordAt::storage`; what lies there is torch's record of autograd, live and of 96 bytes at least.
+        let meta = unsafe { read(at.record(param) + 24) };
+        let grad_record = at.record(grad);
+        let search = |base: u64, range: std::ops::Range<u64>, wanted: u64| {
+            // SAFETY: records and DTensor's objects, which have two words of their own, are at least as long.
+            (base != 0).then(|| range.step_by(8).find(|&offset| unsafe { read(base + offset) } == wanted)).flatten()
+        };
+        Chain {
+            grad: search(meta, 8..96, grad_record),
+            object: search(grad_record, 16..RECORD_BYTES + 40, grad),
+            local: (local != grad)
+                .then(|| search(grad, OBJECT_BYTES - 8..OBJECT_BYTES + 16, local))
+                .flatten()
+                .map(|offset| (offset, class(grad))),
         }
     }
+
+    /// Record of a live parameter's gradient; 0 without.
+    fn grad_record(self, at: RecordAt, param: u64) -> u64 {
+        // SAFETY: as in `find`.
+        let meta = unsafe { read(at.record(param) + 24) };
+        // SAFETY: as in `find`.
+        self.grad.filter(|_| meta != 0).map_or(0, |offset| unsafe { read(meta + offset) })
+    }
+
+    /// Asks for the record of a live parameter's gradient.
+    pub fn fetch_grad_record(self, at: RecordAt, param: u64) {
+        fetch(self.grad_record(at, param));
+    }
+
+    /// Asks for the Python object of a live parameter's gradient, whose record should have arrived.
+    pub fn fetch_grad(self, at: RecordAt, param: u64) {
+        let record = self.grad_record(at, param);
+        if let (Some(offset), true) = (self.object, record != 0) {
+            // SAFETY: the gradient is live as long as its parameter holds it.
+            object(unsafe { read(record + offset) });
+        }
+    }
+
+    /// Asks for the local tensor of a live DTensor, whose object should have arrived.
+    pub fn fetch_local(self, outer: u64) {
+        if let Some((offset, _)) = self.local.filter(|&(_, known)| known == class(outer)) {
+            // SAFETY: the DTensor is live, and objects of its class have this word.
+            object(unsafe { read(outer + offset) });
+        }
+    }
+}
+
+/// Class of a live Python object.
+fn class(object: u64) -> u64 {
+    // SAFETY: every object's second word is its class.
+    unsafe { read(object + 8) }
 }
 
 /// A word of live memory.
@@ -101,16 +180,24 @@ unsafe fn read(address: u64) -> u64 {
 /// Asks for a Python object.
 pub fn object(address: u64) {
     fetch(address);
-    fetch(address + LINE);
+    fetch(address + OBJECT_BYTES);
 }
+
+/// Bytes from the beginning of torch's record of a tensor to its shape, about; and to the last word that is read.
+const SHAPE: u64 = 72;
+const RECORD_END: u64 = 184;
 
 /// Asks for torch's record of a tensor, which begins before its shape and ends behind it.
 fn record(shape: u64) {
-    if shape > LINE {
-        fetch(shape - LINE);
-        fetch(shape);
-        fetch(shape + LINE);
+    if shape > SHAPE {
+        lines(shape - SHAPE, 3);
+        fetch(shape - SHAPE + RECORD_END);
     }
+}
+
+/// Asks for a number of lines.
+fn lines(address: u64, count: u64) {
+    (0..count).for_each(|line| fetch(address + line * LINE));
 }
 
 const LINE: u64 = 64;

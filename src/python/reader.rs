@@ -15,6 +15,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyString, PyTuple, PyType};
 
 use crate::python::prefetch::RecordAt;
+use crate::python::shim::Shim;
 use crate::tensor::{Device, Dtype, View};
 
 /// What a tensor's class says of how to read it.
@@ -78,6 +79,7 @@ struct Class<'py> {
 /// torch's objects, looked up once per process.
 pub struct Torch {
     exchange: Option<Exchange>,
+    shim: Option<Shim>,
     tensor: Py<PyType>,
     dtypes: [(Py<PyAny>, Dtype); 8],
     plain_dispatch: Py<PyAny>,
@@ -114,8 +116,13 @@ impl Torch {
             Ok(function) => function.unbind(),
             Err(_) => py.None(),
         };
+        let shim = exchange.as_ref().and_then(|exchange| {
+            let probes = probes(py).ok()?;
+            Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe))
+        });
         Ok(Torch {
             exchange,
+            shim,
             tensor: tensor.unbind(),
             dtypes: [
                 dtype("float32", Dtype::F32)?,
@@ -153,6 +160,65 @@ impl Exchange {
         // whatever the version.
         let (version, view) = unsafe { ((*table).header.version.major, (*table).dltensor_from_py_object_no_sync) };
         (version == 1 && view.is_some()).then_some(Exchange(table))
+    }
+}
+
+/// CPU tensors of every dtype that kernels take and of several layouts.
+fn probes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
+    let torch = py.import("torch")?;
+    let mut probes = Vec::new();
+    for name in ["float32", "float16", "bfloat16", "int16", "int32", "uint8", "float8_e4m3fn", "float8_e5m2", "int64"] {
+        let arguments = PyDict::new(py);
+        arguments.set_item("dtype", torch.getattr(name)?)?;
+        arguments.set_item("device", "cpu")?;
+        probes.push(torch.call_method("empty", ((3, 5),), Some(&arguments))?);
+    }
+    let base = torch.call_method1("empty", ((3, 5),))?.call_method1("to", ("cpu",))?;
+    probes.push(base.call_method0("t")?);
+    probes.push(base.call_method1("narrow", (1, 2, 2))?);
+    probes.push(base.call_method1("narrow", (0, 0, 0))?);
+    probes.push(base.call_method1("reshape", ((1, 1, 3, 5, 1),))?);
+    probes.push(base.call_method0("sum")?);
+    probes.push(torch.getattr("nn")?.getattr("Parameter")?.call1((base,))?);
+    Ok(probes)
+}
+
+/// The view of a tensor through DLPack.
+fn view_by_exchange(exchange: &Exchange, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
+    let mut out = MaybeUninit::<DLTensor>::zeroed();
+    // SAFETY: the table is torch's, the object a live torch.Tensor; `out` is a DLTensor to be filled. On 0 it is
+    // filled, with shape and strides that live as long as the tensor, which `tensor` holds.
+    unsafe {
+        let Some(fill) = (*exchange.0).dltensor_from_py_object_no_sync else {
+            return Err(PyRuntimeError::new_err("torch's DLPack table makes no views"));
+        };
+        if fill(tensor.as_ptr().cast(), out.as_mut_ptr()) != 0 {
+            return Err(PyErr::fetch(tensor.py()));
+        }
+        let out = out.assume_init();
+        let slice = |pointer: *mut i64| {
+            if out.ndim == 0 { &[][..] } else { std::slice::from_raw_parts(pointer, out.ndim as usize) }
+        };
+        let dtype = match (u32::from(out.dtype.code), out.dtype.bits, out.dtype.lanes) {
+            (DLDataTypeCode::kDLFloat, 32, 1) => Dtype::F32,
+            (DLDataTypeCode::kDLFloat, 16, 1) => Dtype::F16,
+            (DLDataTypeCode::kDLBfloat, 16, 1) => Dtype::BF16,
+            (DLDataTypeCode::kDLInt, 16, 1) => Dtype::I16,
+            (DLDataTypeCode::kDLInt, 32, 1) => Dtype::I32,
+            (DLDataTypeCode::kDLUInt, 8, 1) => Dtype::U8,
+            (DLDataTypeCode::kDLFloat8_e4m3fn, 8, 1) => Dtype::E4M3,
+            (DLDataTypeCode::kDLFloat8_e5m2, 8, 1) => Dtype::E5M2,
+            _ => Dtype::Other,
+        };
+        let device = match out.device.device_type {
+            DLDeviceType::kDLCPU | DLDeviceType::kDLCUDAHost => Device::Cpu,
+            DLDeviceType::kDLCUDA => Device::Cuda(out.device.device_id as u16),
+            _ => Device::Other,
+        };
+        let (shape, strides) = (slice(out.shape), slice(out.strides));
+        let empty = shape.contains(&0);
+        let address = if empty { 0 } else { out.data as u64 + out.byte_offset };
+        Ok(View { record: out.shape as u64, ..View::new(address, shape, strides, dtype, device) })
     }
 }
 
@@ -309,9 +375,11 @@ impl<'py> Reader<'py> {
 
     /// Address, shape, strides, dtype and device of a plain tensor.
     pub fn view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
-        let view = match &self.torch.exchange {
-            Some(exchange) => self.view_by_exchange(exchange, tensor)?,
-            None => self.view_by_attributes(tensor)?,
+        let fast = self.torch.shim.as_ref().and_then(|shim| shim.view(tensor));
+        let view = match (fast, &self.torch.exchange) {
+            (Some(view), _) => view,
+            (None, Some(exchange)) => view_by_exchange(exchange, tensor)?,
+            (None, None) => self.view_by_attributes(tensor)?,
         };
         // A view into a released storage reports its offset as its address; real addresses this low are rare enough
         // to ask about.
@@ -319,42 +387,6 @@ impl<'py> Reader<'py> {
             self.check_storage(tensor)?;
         }
         Ok(view)
-    }
-
-    fn view_by_exchange(&self, exchange: &Exchange, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
-        let mut out = MaybeUninit::<DLTensor>::zeroed();
-        // SAFETY: the table is torch's, the object a live torch.Tensor; `out` is a DLTensor to be filled. On 0 it is
-        // filled, with shape and strides that live as long as the tensor, which `tensor` holds.
-        unsafe {
-            let Some(fill) = (*exchange.0).dltensor_from_py_object_no_sync else {
-                return self.view_by_attributes(tensor);
-            };
-            if fill(tensor.as_ptr().cast(), out.as_mut_ptr()) != 0 {
-                return Err(PyErr::fetch(self.py));
-            }
-            let out = out.assume_init();
-            let slice = |pointer: *mut i64| {
-                if out.ndim == 0 { &[][..] } else { std::slice::from_raw_parts(pointer, out.ndim as usize) }
-            };
-            let dtype = match (u32::from(out.dtype.code), out.dtype.bits, out.dtype.lanes) {
-                (DLDataTypeCode::kDLFloat, 32, 1) => Dtype::F32,
-                (DLDataTypeCode::kDLFloat, 16, 1) => Dtype::F16,
-                (DLDataTypeCode::kDLBfloat, 16, 1) => Dtype::BF16,
-                (DLDataTypeCode::kDLInt, 16, 1) => Dtype::I16,
-                (DLDataTypeCode::kDLInt, 32, 1) => Dtype::I32,
-                (DLDataTypeCode::kDLUInt, 8, 1) => Dtype::U8,
-                (DLDataTypeCode::kDLFloat8_e4m3fn, 8, 1) => Dtype::E4M3,
-                (DLDataTypeCode::kDLFloat8_e5m2, 8, 1) => Dtype::E5M2,
-                _ => Dtype::Other,
-            };
-            let device = match out.device.device_type {
-                DLDeviceType::kDLCPU | DLDeviceType::kDLCUDAHost => Device::Cpu,
-                DLDeviceType::kDLCUDA => Device::Cuda(out.device.device_id as u16),
-                _ => Device::Other,
-            };
-            let address = out.data as u64 + out.byte_offset;
-            Ok(View::new(address, slice(out.shape), slice(out.strides), dtype, device))
-        }
     }
 
     /// For torch before 2.10.
@@ -489,32 +521,51 @@ pub fn state_entries<'py, const N: usize>(
     Ok(values)
 }
 
+/// Entries of a dict that a walk steps over before it asks the dict.
+const STEPPED_OVER: usize = 8;
+
 /// Below a tebibyte; user-space addresses of the CUDA driver and of mapped host memory lie above.
 const LOW_ADDRESS: u64 = 1 << 40;
 
-/// Walks an optimizer's `state`, whose order is usually that of the parameters, so that no lookup needs to hash.
+/// Walks an optimizer's `state`, or another dict whose order is usually that of the parameters, so that no lookup needs
+/// to hash.
 pub struct StateWalk<'py> {
     state: Bound<'py, PyDict>,
     position: c::Py_ssize_t,
+    /// The entry before `position`.
+    last: Option<(u64, Bound<'py, PyAny>)>,
 }
 
 impl<'py> StateWalk<'py> {
     /// A walk from the first entry.
     pub fn new(state: Bound<'py, PyDict>) -> StateWalk<'py> {
-        StateWalk { state, position: 0 }
+        StateWalk { state, position: 0, last: None }
     }
 
     /// The entry of `param`, or `None`.
     pub fn get(&mut self, param: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = param.py();
+        if let Some((key, value)) = &self.last
+            && *key == param.as_ptr() as u64
+        {
+            return Ok(Some(value.clone()));
+        }
         let mut position = self.position;
         let (mut key, mut value): (*mut c::PyObject, *mut c::PyObject) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the dict is live; key and value are borrowed and used before anything else can run.
-        let found: c_int = unsafe { c::PyDict_Next(self.state.as_ptr(), &mut position, &mut key, &mut value) };
-        if found != 0 && key == param.as_ptr() {
-            self.position = position;
-            // SAFETY: the dict holds the value, and nothing has run since.
-            return Ok(Some(unsafe { Bound::from_borrowed_ptr(py, value) }));
+        // Entries that nobody asked for are stepped over: those of parameters without a gradient.
+        for _ in 0..STEPPED_OVER {
+            // SAFETY: the dict is live; key and value are borrowed and used before anything else can run.
+            let found: c_int = unsafe { c::PyDict_Next(self.state.as_ptr(), &mut position, &mut key, &mut value) };
+            if found == 0 {
+                break;
+            }
+            if key == param.as_ptr() {
+                self.position = position;
+                // SAFETY: the dict holds the value, and nothing has run since.
+                let value = unsafe { Bound::from_borrowed_ptr(py, value) };
+                self.last = Some((key as u64, value.clone()));
+                return Ok(Some(value));
+            }
         }
         self.state.get_item(param)
     }

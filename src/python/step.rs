@@ -69,7 +69,8 @@ impl Plan {
         let groups: Vec<Bound<'py, PyAny>> =
             optimizer.getattr(intern!(py, "param_groups"))?.try_iter()?.collect::<PyResult<_>>()?;
         let state = optimizer.getattr(intern!(py, "state"))?.cast_into::<PyDict>()?;
-        let scales = optimizer.getattr(intern!(py, "_scales"))?;
+        let scales = optimizer.getattr(intern!(py, "_scales"))?.cast_into::<PyDict>()?;
+        let mut scales = StateWalk::new(scales);
         let (mut reader, mut walk, mut aftermath) = (Reader::new(py)?, StateWalk::new(state), Aftermath::default());
         self.groups.truncate(groups.len());
         self.groups.resize_with(groups.len(), GroupRecord::default);
@@ -96,7 +97,7 @@ impl Plan {
             let mut group_reader = GroupReader {
                 reader: &mut reader,
                 walk: &mut walk,
-                scales: &scales,
+                scales: &mut scales,
                 aftermath: &mut aftermath,
                 trails: &mut record.trails,
                 switches: &switches,
