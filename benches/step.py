@@ -235,10 +235,10 @@ def main(
                 model = None  # type: ignore[assignment]
             floor = moved * tensors * size / rate / 1e6
             rows.append({"case": case, "tier": tier, **row, "floor_ms": floor, "copy_gbs": rate, **about})
+            if out:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(rows, indent=1) + "\n")
     te_patches.revert()
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(rows, indent=1) + "\n")
     table = Table("case", "tier", "host ms", "step ms", "kernel ms", "launches", "floor ms", "kernel / floor")
     for row in rows:
         numbers = [f"{row[name]:.3f}" for name in ("host_ms", "step_ms", "kernel_ms")]

@@ -44,6 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="a CPU test: stock Transformer Engine takes no CPU tensors"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Failures as they happen, in $FAILURES: a run that a time limit cuts off prints no summary."""
+    path = os.environ.get("FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        lines = [line for line in report.longreprtext.splitlines() if line.startswith("E  ")]
+        with open(path, "a") as file:
+            file.write("\n".join([report.nodeid, *lines[-6:], ""]))
+
+
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TE_PATCHES", raising=False)

@@ -14,6 +14,7 @@ export PYTHONUNBUFFERED=1
 selection=gpu
 [ "$part" = core ] && selection="gpu and core"
 tally=$(mktemp -d)
+export OMP_NUM_THREADS=1 FAILURES=$out/failures.txt
 PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n "${PROCESSES:-8}" -m "$selection" tests/parity --durations=5 \
   >"$out/pytest.log" 2>&1
 status=$?
@@ -30,6 +31,7 @@ text = json.dumps({**total, **about}, indent=1)
 pathlib.Path(sys.argv[2]).write_text(text + "\n")
 print(text)
 PY
+unset OMP_NUM_THREADS
 if [ "$part" = all ]; then
   python3 benches/step.py --out "$out/step.json" "$@" 2>"$out/step.log" || status=1
   grep "not measured" "$out/step.log"

@@ -29,7 +29,7 @@ def test_gpu_machine_cpu_tensors_are_stepped_on_the_cpu(optimizer_class, kernels
 
 @pytest.mark.gpu
 def test_gpu_machine_cpu_tensors_that_only_stock_serves_are_refused_by_name(optimizer_class):
-    te_patches.apply()
+    te_patches.apply(kernels="te")
     with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 .* is on cpu"):
         train(optimizer_class, "cpu", exp_avg_dtype=torch.float16)
 
