@@ -41,7 +41,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Lints, types, Rust tests, and the Python suite against every supported Transformer Engine release."""
-    session.install("ruff", "mypy", "pytest")
+    session.install("ruff", "mypy", "pytest", "pytest-xdist")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     cargo = {"external": True}
@@ -57,4 +57,6 @@ def tests(session: nox.Session) -> None:
     for release in RELEASES:
         # The kernels and the documentation are the same for every release.
         folders = ["tests"] if release == RELEASES[0] else ["tests/parity", "tests/api"]
-        session.run("python", "-m", "pytest", "-q", *folders, *session.posargs, env={"TE_RELEASE": release})
+        session.run(
+            "python", "-m", "pytest", "-q", "-n", "auto", *folders, *session.posargs, env={"TE_RELEASE": release}
+        )
