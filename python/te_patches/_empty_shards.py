@@ -53,6 +53,8 @@ def scaling(stock: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(stock)
     def _apply_scale(self: Any, state_name: str, unscaled_state: Any, scaled_state: Any, scale: Any) -> None:
+        # Up to 2.13 a DTensor arrives here whole.
+        scaled_state = getattr(scaled_state, "_local_tensor", scaled_state)
         if unscaled_state.numel() > 0:
             stock(self, state_name, unscaled_state, scaled_state, scale)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from te_patches import _empty_shards, _releases, _step
+from te_patches import _empty_shards, _releases, _sharded_states, _step
 from te_patches._settings import Kernels, choose_kernels
 
 _log = logging.getLogger("te_patches")
@@ -86,6 +86,7 @@ def apply(kernels: Kernels | None = None) -> None:
             _patch_step(fused_adam, switch),
             _patch_applier(fused_adam, release),
             _patch_scaling(fused_adam, release),
+            *_patch_states(fused_adam, release),
         ]
         for patch in patches:
             if patch.replacement is not None:
@@ -157,6 +158,25 @@ def _patch_scaling(fused_adam: ModuleType, release: _releases.Release) -> Patch:
     original = vars(optimizer)["_apply_scale"]
     why = "scaled states without elements fail in this release"
     return Patch(target, "patched", why, optimizer, "_apply_scale", original, _empty_shards.scaling(original))
+
+
+def _patch_states(fused_adam: ModuleType, release: _releases.Release) -> list[Patch]:
+    optimizer = fused_adam.FusedAdam
+    patches = []
+    for name, patch in (
+        ("_initialize_state", _sharded_states.initialising),
+        ("get_unscaled_state", _sharded_states.reading),
+        ("set_scaled_state", _sharded_states.writing),
+        ("state_dict", _sharded_states.saving),
+    ):
+        target = f"{fused_adam.__name__}.FusedAdam.{name}"
+        if release.shards_states:
+            patches.append(Patch(target, "stepped aside", "this release shards states itself"))
+            continue
+        original = vars(optimizer)[name]
+        why = "this release loses the sharding of states, or quantizes them"
+        patches.append(Patch(target, "patched", why, optimizer, name, original, patch(original)))
+    return patches
 
 
 def _rehook(optimizer: Any) -> None:

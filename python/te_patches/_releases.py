@@ -27,6 +27,8 @@ class Release:
     """A group without parameters advances its counter (2.19 and later)."""
     strict_parity: bool
     """States of DTensor parameters are DTensors, and a DTensor beside a plain tensor is refused (2.14 and later)."""
+    shards_states: bool
+    """States of DTensor parameters are DTensors of local tensors, of quantized ones plain (2.14 and later)."""
     bf16_moments_in_kernel: bool
     """Its kernels read and write bf16 moments (2.13 and later)."""
     quantizes_from_master: bool
@@ -69,6 +71,7 @@ def probe(fused_adam: ModuleType) -> Release:
         scales_empty=_scales_empty(optimizer),
         counts_empty_groups=_counts_empty_groups(optimizer),
         strict_parity="from_local" in names(optimizer.state_dict),
+        shards_states="from_local" in names(optimizer._initialize_state),
         bf16_moments_in_kernel="skip_unscale" in inspect.signature(optimizer.get_unscaled_state).parameters,
         quantizes_from_master="quantize_" in names(optimizer.step),
         delayed_scaling_apart="Float8Quantizer" in names(optimizer.step),

@@ -12,7 +12,7 @@ use crate::python::faults::{self, Place};
 use crate::python::options::Switches;
 use crate::python::prefetch::{self, AHEAD, Chain, Trail};
 use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries};
-use crate::tensor::{Dtype, View};
+use crate::tensor::{Device, Dtype, View};
 
 /// What a step does once its kernels are launched.
 #[derive(Default)]
@@ -143,6 +143,7 @@ impl<'py> GroupReader<'_, 'py> {
                 ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
             }
             let place = Place { group: self.group, index };
+            self.trails[index].clear();
             let (local, outer, inner) = self.reader.local(param.clone())?;
             let value = if inner == Kind::Wrapped {
                 match self.quantized_value(place, &param, local)? {
@@ -151,8 +152,7 @@ impl<'py> GroupReader<'_, 'py> {
                 }
             } else {
                 let view = self.view(&local, place, &param, Role::Param)?;
-                let at = self.reader.record_at();
-                self.trails[index].note(0, param.as_ptr() as u64, local.as_ptr() as u64, view.record, at);
+                self.note(place, param.as_ptr() as u64, &local, &view);
                 Value { tensor: local, view, scaling: None, quantized: None }
             };
             let grad = self.checked_grad(place, &param, outer, grad)?;
@@ -167,7 +167,7 @@ impl<'py> GroupReader<'_, 'py> {
                 Some(state) => state.cast_into::<PyDict>().map_err(PyErr::from)?,
                 None => PyDict::new(param.py()),
             };
-            self.trails[index].note_state(state.as_ptr() as u64);
+            self.trails[index].note_dict(state.as_ptr() as u64);
             if state.is_empty() {
                 if let Some(grad) = &grad {
                     // A gradient that will be refused must be refused before any state is made.
@@ -220,7 +220,7 @@ impl<'py> GroupReader<'_, 'py> {
             return Ok(Some(Value { tensor: local.clone(), view, scaling: None, quantized: Some(local) }));
         };
         let view = View { dtype, ..self.view(&data, place, param, Role::Param)? };
-        let one = |name, tensor| self.reader.one(name, tensor, Dtype::F32, view.device);
+        let mut one = |name, tensor| self.number(place, name, tensor, view.device);
         let scaling = Scaling {
             factor: 0,
             scale: one("an fp8 scale", &scale)?,
@@ -365,12 +365,8 @@ impl<'py> GroupReader<'_, 'py> {
                 }
                 return Ok(None);
             }
-            let local_address = tensor.as_ptr() as u64;
             let state = self.read_state(place, param, roles[at], dtypes[at], tensor, inner)?;
-            let record_at = self.reader.record_at();
-            if inner != Kind::Wrapped {
-                self.trails[place.index].note(at + 1, outer_address, local_address, state.view.record, record_at);
-            }
+            self.note(place, outer_address, &state.tensor, &state.view);
             states[at] = Some(state);
         }
         let [Some(exp_avg), Some(exp_avg_sq), mut master] = states else {
@@ -425,7 +421,7 @@ impl<'py> GroupReader<'_, 'py> {
             };
             let view = View { dtype: fp8.dtype, ..self.view(&fp8.data, place, param, role)? };
             let factor = self.scale_of(place, param, role)?;
-            let one = |name, tensor| self.reader.one(name, tensor, Dtype::F32, view.device).map_err(unreadable);
+            let mut one = |name, tensor| self.number(place, name, tensor, view.device).map_err(unreadable);
             let scaling = Scaling {
                 factor: one("a scale", &factor)?,
                 scale: one("an fp8 scale", &fp8.scale)?,
@@ -444,10 +440,23 @@ impl<'py> GroupReader<'_, 'py> {
         let mut scaling = None;
         if dtype == Dtype::F16 {
             let factor = self.scale_of(place, param, role)?;
-            let factor = self.reader.one("a scale", &factor, Dtype::F32, view.device).map_err(unreadable)?;
+            let factor = self.number(place, "a scale", &factor, view.device).map_err(unreadable)?;
             scaling = Some(Scaling { factor, ..Scaling::default() });
         }
         Ok(State { tensor, view, scaling })
+    }
+
+    /// Notes where a tensor lies, for the next step.
+    fn note(&mut self, place: Place, outer: u64, local: &Bound<'py, PyAny>, view: &View) {
+        let at = self.reader.record_at();
+        self.trails[place.index].note(outer, local.as_ptr() as u64, view.record, at);
+    }
+
+    /// Address of the one fp32 number of a tensor that scales another.
+    fn number(&mut self, place: Place, name: &str, tensor: &Bound<'py, PyAny>, device: Device) -> PyResult<u64> {
+        let view = self.reader.one(name, tensor, Dtype::F32, device)?;
+        self.note(place, tensor.as_ptr() as u64, tensor, &view);
+        Ok(view.address)
     }
 
     /// `optimizer._scales[param][name]`.
@@ -459,7 +468,10 @@ impl<'py> GroupReader<'_, 'py> {
             _ => intern!(py, "master_param"),
         };
         let scale = match self.scales.get(param)? {
-            Some(scales) => scales.cast_into::<PyDict>().map_err(PyErr::from)?.get_item(name)?,
+            Some(scales) => {
+                self.trails[place.index].note_dict(scales.as_ptr() as u64);
+                scales.cast_into::<PyDict>().map_err(PyErr::from)?.get_item(name)?
+            }
             None => None,
         };
         scale.ok_or_else(|| {

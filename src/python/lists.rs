@@ -33,7 +33,7 @@ impl<'py> Entry<'py> {
 
     fn scaling(&self, reader: &Reader<'py>, device: Device) -> PyResult<Scaling> {
         let Entry::Scaled(parts) = self else { return Ok(Scaling::default()) };
-        let at = |index: usize| reader.one("scaling", &parts[index], Dtype::F32, device);
+        let at = |index: usize| PyResult::Ok(reader.one("scaling", &parts[index], Dtype::F32, device)?.address);
         Ok(match parts.len() {
             2 => Scaling { factor: at(1)?, ..Scaling::default() },
             4 => Scaling { factor: 0, scale: at(1)?, scale_inv: at(2)?, amax: at(3)? },
@@ -97,10 +97,10 @@ pub fn multi_tensor_adam_capturable<'py>(
         None => return Ok(()),
     };
     let live = Live {
-        lr: reader.one("lr", lr, Dtype::F32, device)?,
-        step: reader.one("step", step, Dtype::I32, device)?,
-        inv_scale: reader.one("inv_scale", inv_scale, Dtype::F32, device)?,
-        skip: reader.one("skip", skip, Dtype::I32, device)?,
+        lr: reader.one("lr", lr, Dtype::F32, device)?.address,
+        step: reader.one("step", step, Dtype::I32, device)?.address,
+        inv_scale: reader.one("inv_scale", inv_scale, Dtype::F32, device)?.address,
+        skip: reader.one("skip", skip, Dtype::I32, device)?.address,
     };
     run(py, &reader, &tensor_lists, kind, true, &Header::live(&options, live))
 }

@@ -132,10 +132,10 @@ pub fn read_live<'py>(
         moved.push(lr.clone());
     }
     let live = Live {
-        lr: reader.one("lr", &lr, Dtype::F32, device)?,
-        step: reader.one("step", step, Dtype::I32, device)?,
-        inv_scale: reader.one("inv_scale", inv_scale, Dtype::F32, device)?,
-        skip: reader.one("skip", skip, Dtype::I32, device)?,
+        lr: reader.one("lr", &lr, Dtype::F32, device)?.address,
+        step: reader.one("step", step, Dtype::I32, device)?.address,
+        inv_scale: reader.one("inv_scale", inv_scale, Dtype::F32, device)?.address,
+        skip: reader.one("skip", skip, Dtype::I32, device)?.address,
     };
     Ok(Header::live(options, live))
 }

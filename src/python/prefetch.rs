@@ -6,33 +6,40 @@
 /// How many parameters ahead memory is asked for.
 pub const AHEAD: usize = 6;
 
-/// Where one parameter's Python objects and torch's records of them lay when they were last read: for parameter,
-/// exp_avg, exp_avg_sq and master the outer and the local object, the local tensor's shape and its storage; and the
-/// state's dict and the table of its keys.
-#[derive(Clone, Copy, Debug, Default)]
+/// Where one parameter's Python objects and torch's records of them lay when they were last read.
+#[derive(Clone, Debug, Default)]
 pub struct Trail {
-    tensors: [[u64; 4]; 4],
-    state: [u64; 2],
+    /// Of each tensor: the outer and the local object, the local tensor's shape and its storage.
+    tensors: Vec<[u64; 4]>,
+    /// Of each dict: the object and the table of its keys.
+    dicts: Vec<[u64; 2]>,
 }
 
 impl Trail {
-    /// Notes the objects of one tensor.
-    pub fn note(&mut self, tensor: usize, outer: u64, local: u64, shape: u64, at: Option<RecordAt>) {
-        self.tensors[tensor] = [outer, local, shape, at.map_or(0, |at| at.storage(local))];
+    /// Forgets, to note anew.
+    pub fn clear(&mut self) {
+        self.tensors.clear();
+        self.dicts.clear();
     }
 
-    /// Notes the dict of states, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
-    pub fn note_state(&mut self, state: u64) {
+    /// Notes the objects of one live tensor.
+    pub fn note(&mut self, outer: u64, local: u64, shape: u64, at: Option<RecordAt>) {
+        self.tensors.push([outer, local, shape, at.map_or(0, |at| at.storage(local))]);
+    }
+
+    /// Notes a live dict, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
+    pub fn note_dict(&mut self, dict: u64) {
         // SAFETY: the dict is live.
-        self.state = [state, unsafe { read(state + 32) }];
+        self.dicts.push([dict, unsafe { read(dict + 32) }]);
     }
 
     /// Asks for all of it.
     pub fn prefetch(&self) {
-        let [state, keys] = self.state;
-        fetch(state);
-        lines(keys, 3);
-        for &[outer, local, shape, storage] in self.tensors.iter().filter(|tensor| tensor[0] != 0) {
+        for &[dict, keys] in &self.dicts {
+            fetch(dict);
+            lines(keys, 3);
+        }
+        for &[outer, local, shape, storage] in &self.tensors {
             object(outer);
             if local != outer {
                 object(local);

@@ -242,6 +242,23 @@ struct QuantizedClasses<'py> {
     quantized: Bound<'py, PyAny>,
     fp8: Bound<'py, PyAny>,
     delayed: Bound<'py, PyAny>,
+    /// Members of the enum of dtypes that were met; asking one for its name runs Python code.
+    dtypes: Vec<(Bound<'py, PyAny>, Dtype)>,
+}
+
+impl<'py> QuantizedClasses<'py> {
+    fn dtype(&mut self, member: Bound<'py, PyAny>) -> PyResult<Dtype> {
+        if let Some((_, dtype)) = self.dtypes.iter().find(|(known, _)| known.is(&member)) {
+            return Ok(*dtype);
+        }
+        let dtype = match member.getattr("name")?.extract::<String>()?.as_str() {
+            "kFloat8E4M3" => Dtype::E4M3,
+            "kFloat8E5M2" => Dtype::E5M2,
+            _ => Dtype::Other,
+        };
+        self.dtypes.push((member, dtype));
+        Ok(dtype)
+    }
 }
 
 /// Reads tensors during one step.
@@ -400,16 +417,17 @@ impl<'py> Reader<'py> {
         Ok(View::new(address, &shape, &strides, dtype, device))
     }
 
-    fn quantized_classes(&mut self) -> PyResult<&QuantizedClasses<'py>> {
+    fn quantized_classes(&mut self) -> PyResult<&mut QuantizedClasses<'py>> {
         if self.quantized.is_none() {
             let module = self.py.import("transformer_engine.pytorch.tensor.float8_tensor")?;
             self.quantized = Some(QuantizedClasses {
                 quantized: module.getattr("QuantizedTensor")?,
                 fp8: module.getattr("Float8Tensor")?,
                 delayed: module.getattr("Float8Quantizer")?,
+                dtypes: Vec::new(),
             });
         }
-        self.quantized.as_ref().ok_or_else(|| PyRuntimeError::new_err("the classes were not found"))
+        self.quantized.as_mut().ok_or_else(|| PyRuntimeError::new_err("the classes were not found"))
     }
 
     /// Whether a tensor is one of Transformer Engine's quantized tensors.
@@ -428,18 +446,14 @@ impl<'py> Reader<'py> {
         if quantizer.is_none() {
             return Err(PyRuntimeError::new_err("FP8 quantizer data is not initialized."));
         }
-        let dtype = tensor.getattr(intern!(py, "_fp8_dtype"))?.getattr(intern!(py, "name"))?.extract::<String>()?;
+        let dtype = classes.dtype(tensor.getattr(intern!(py, "_fp8_dtype"))?)?;
         let delayed = quantizer.is_instance(&classes.delayed)?;
         if !delayed && !quantizer.hasattr(intern!(py, "scale"))? {
             return Ok(None);
         }
         Ok(Some(Fp8 {
             data: tensor.getattr(intern!(py, "_data"))?,
-            dtype: match dtype.as_str() {
-                "kFloat8E4M3" => Dtype::E4M3,
-                "kFloat8E5M2" => Dtype::E5M2,
-                _ => Dtype::Other,
-            },
+            dtype,
             scale: quantizer.getattr(intern!(py, "scale"))?,
             scale_inv: tensor.getattr(intern!(py, "_scale_inv"))?,
             amax: quantizer.getattr(intern!(py, "amax"))?,
@@ -468,11 +482,11 @@ impl<'py> Reader<'py> {
         })
     }
 
-    /// Address of a tensor of one element.
-    pub fn one(&self, name: &str, tensor: &Bound<'py, PyAny>, dtype: Dtype, device: Device) -> PyResult<u64> {
+    /// A tensor of one element. TypeError for another.
+    pub fn one(&self, name: &str, tensor: &Bound<'py, PyAny>, dtype: Dtype, device: Device) -> PyResult<View> {
         let view = self.view(tensor)?;
         if view.numel == 1 && view.dtype == dtype && view.device == device {
-            return Ok(view.address);
+            return Ok(view);
         }
         Err(PyTypeError::new_err(format!(
             "FusedAdam takes {name} as a tensor of one torch.{} on {device}, got {} of shape {} on {}",

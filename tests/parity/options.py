@@ -70,13 +70,13 @@ def storage_types() -> list[tuple[torch.dtype, torch.dtype, str, torch.dtype]]:
 
 
 def combinations(release: _releases.Release) -> list[Combination]:
-    """All that a release takes: DTensors where their states stay sharded, capturable where the dtypes allow it."""
+    """All that a release takes: capturable where the dtypes allow it."""
     rows = []
     # Releases from 2.20 take capturable gradients of another dtype; they are those that slice their lists.
     mixed = hasattr(_releases.import_fused_adam(), "_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL")
     for types in storage_types():
         for adam_w, bias, decay in itertools.product((True, False), (True, False), (0.0, 0.1)):
-            for sharded in (False, True) if release.strict_parity else (False,):
+            for sharded in (False, True):
                 rows.append(Combination(*types, adam_w, bias, decay, sharded))
             param, grad, master, moment = types
             taken = master != "remainder" and (moment == torch.float32 or release.bf16_moments_in_kernel)
@@ -105,7 +105,7 @@ def scaled(release: _releases.Release) -> list[Combination]:
             if (exp_avg, exp_avg_sq) in in_place and master != "float16":
                 continue
             at = len(rows)
-            sharded = release.strict_parity and at % 3 == 1
+            sharded = at % 3 == 1
             modes = (at % 2 == 0, at // 2 % 2 == 0, 0.1 if at // 4 % 2 else 0.0, sharded)
             rows.append(Combination(param, grad, master, exp_avg, *modes, exp_avg_sq=exp_avg_sq))
     return list(dict.fromkeys(rows))

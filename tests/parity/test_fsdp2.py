@@ -74,7 +74,6 @@ def run(mesh, options, steps):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not RELEASE.strict_parity, reason="this release gives DTensors no sharded states")
 @pytest.mark.parametrize("kernels", ["native", "te"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gpu_sharded_modules_equal_stock(mesh, name, kernels):
@@ -84,7 +83,6 @@ def test_gpu_sharded_modules_equal_stock(mesh, name, kernels):
     assert te_patches.report(mine)["groups"][0]["tier"] == expected
 
 
-@pytest.mark.skipif(not RELEASE.strict_parity, reason="this release gives DTensors no sharded states")
 @pytest.mark.parametrize("kernels", ["native", "te"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_cpu_sharded_modules_equal_stock(mesh, name, kernels):
@@ -94,15 +92,74 @@ def test_cpu_sharded_modules_equal_stock(mesh, name, kernels):
     assert te_patches.report(mine)["groups"][0]["tier"] == expected
 
 
-@pytest.mark.skipif(RELEASE.strict_parity, reason="this release keeps DTensor states sharded")
-def test_cpu_states_that_lost_their_sharding_are_left_to_stock(shard):
-    """2.10 and 2.11 give a DTensor parameter plain states of the global shape; 2.13 and 2.8 give DTensors."""
+STATES = {
+    "fp32 master": {"master_weights": True},
+    "remainder": {"master_weights": True, "store_param_remainders": True},
+    "fp16": {
+        "master_weights": True,
+        "master_weight_dtype": torch.float16,
+        "exp_avg_dtype": torch.float16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    },
+}
+
+
+def stepped(param, optimizer, seed):
+    torch.manual_seed(seed)
+    shard = type(param.data).from_local
+    grad = torch.randn_like(param._local_tensor)
+    param.grad = shard(grad, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+    optimizer.step()
+
+
+def make(mesh, rows, **options):
+    """A parameter of 65 rows over 64 ranks, two of which this rank holds unless `rows` says otherwise."""
+    from torch.distributed.tensor import DTensor, Shard
     from transformer_engine.pytorch.optimizers import FusedAdam
 
-    te_patches.apply()
-    param = torch.nn.Parameter(shard(torch.randn(4, 3)))
-    optimizer = FusedAdam([param])
-    param.grad = shard(torch.randn(4, 3))
-    optimizer.step()
-    plain = type(optimizer.state[param]["exp_avg"]) is torch.Tensor
-    assert te_patches.report(optimizer)["groups"][0]["tier"] == ("stock" if plain else "native")
+    torch.manual_seed(5)
+    local = torch.randn(rows, 6, device=DEVICE).to(torch.bfloat16)
+    param = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=(65, 6), stride=(6, 1)))
+    return param, FusedAdam([param], lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("rows", [2, 0])
+def test_cpu_states_are_sharded_like_their_parameter_on_every_release(mesh, name, rows):
+    """2.10 and 2.11 would allocate plain tensors of the global shape, and fail with masters."""
+    te_patches.apply(kernels="native")
+    param, optimizer = make(mesh, rows, **STATES[name])
+    stepped(param, optimizer, 1)
+    for state in optimizer.state[param].values():
+        assert (state.device_mesh, state.placements) == (param.device_mesh, param.placements)
+        assert (state.shape, state.stride()) == (param.shape, param.stride())
+        assert state._local_tensor.shape == param._local_tensor.shape
+    saved = optimizer.state_dict()
+    assert {type(value) for value in saved["state"][0].values()} == {type(param.data)}
+    assert {value.shape for value in saved["state"][0].values()} == {param.shape}
+    again, resumed = make(mesh, rows, **STATES[name])
+    again.data._local_tensor.copy_(param._local_tensor)
+    resumed.load_state_dict(saved)
+    for _ in range(2):
+        stepped(param, optimizer, 2)
+        stepped(again, resumed, 2)
+    assert_same([again], [param], "parameter")
+    assert_same([*resumed.state[again].values()], [*optimizer.state[param].values()], "state")
+
+
+def test_cpu_a_checkpoint_of_global_shapes_still_loads(mesh):
+    """What 2.10 and 2.11 saved: plain tensors of the global shape, of which the first elements were used."""
+    if RELEASE.shards_states:
+        pytest.skip("this release never saved such states")
+    te_patches.apply(kernels="native")
+    param, optimizer = make(mesh, 2)
+    stepped(param, optimizer, 1)
+    saved = optimizer.state_dict()
+    for name, value in saved["state"][0].items():
+        whole = torch.full((65, 6), float("nan"))
+        whole.view(-1)[:12] = value._local_tensor.view(-1)
+        saved["state"][0][name] = whole
+    before = [state._local_tensor.clone() for state in optimizer.state[param].values()]
+    optimizer.load_state_dict(saved)
+    assert_same([state._local_tensor for state in optimizer.state[param].values()], before, "state")
+    stepped(param, optimizer, 2)
