@@ -1,4 +1,4 @@
-"""Command line: `python -m te_patches demo`."""
+"""Command line: `python -m te_patches demo | doctor`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ def demo(steps: int) -> None:
     from te_patches import _demo
 
     sys.exit(0 if _demo.run(steps) else 1)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="for machines")
+def doctor(as_json: bool) -> None:
+    """Say what is here, what is missing and the command that mends it; exit code 1 if native steps are impossible."""
+    from te_patches import _doctor
+
+    sys.exit(0 if _doctor.report(as_json) else 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The native core: plans, kernels and the reading of tensors. `te_patches` is the public surface."""
 
+from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
@@ -9,6 +10,7 @@ __all__ = [
     "Plan",
     "adam_reference",
     "compile_kernel",
+    "kernel_cache",
     "kernel_variants",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
@@ -113,6 +115,9 @@ def compile_kernel(variant: _Variant, arch: int, large: bool) -> tuple[bytes, st
 
     Needs no GPU. RuntimeError without NVRTC or if the source does not compile.
     """
+
+def kernel_cache() -> Path | None:
+    """Folder of compiled kernels: $TE_PATCHES_CACHE, else `te_patches` in $XDG_CACHE_HOME or ~/.cache; else None."""
 
 def record_proof(device: int, variant: _Variant, reason: str | None) -> None:
     """Remembers whether a kernel gave stock's bits on a device: `reason` is None if it did."""

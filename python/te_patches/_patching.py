@@ -82,17 +82,29 @@ def apply(kernels: Kernels | None = None) -> None:
         fused_adam = _releases.import_fused_adam()
         release = _releases.probe(fused_adam)
         switch = _step.Switch(chosen, release)
-        patches = [
-            _patch_step(fused_adam, switch),
-            _patch_applier(fused_adam, release),
-            _patch_scaling(fused_adam, release),
-            *_patch_states(fused_adam, release),
-        ]
+        patches = _patches(fused_adam, switch)
         for patch in patches:
             if patch.replacement is not None:
                 setattr(patch.owner, patch.name, patch.replacement)
             _log.info("%s: %s (%s)", patch.target, patch.state, patch.why)
         _applied = Applied(fused_adam, switch, patches)
+
+
+def verdicts(fused_adam: ModuleType) -> list[Patch]:
+    """What `apply()` does or did: patched, or stepped aside, and why. Changes nothing. RuntimeError as in `apply()`."""
+    if _applied is not None:
+        return _applied.patches
+    return _patches(fused_adam, _step.Switch("auto", _releases.probe(fused_adam)))
+
+
+def _patches(fused_adam: ModuleType, switch: _step.Switch) -> list[Patch]:
+    release = switch.release
+    return [
+        _patch_step(fused_adam, switch),
+        _patch_applier(fused_adam, release),
+        _patch_scaling(fused_adam, release),
+        *_patch_states(fused_adam, release),
+    ]
 
 
 def revert() -> None:

@@ -20,6 +20,11 @@ impl Cache {
         Cache { folder: variable("TE_PATCHES_CACHE").or_else(|| base().map(|base| base.join("te_patches"))) }
     }
 
+    /// Where it is, if anywhere.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
     /// A cache in `folder`.
     pub fn in_folder(folder: &Path) -> Cache {
         Cache { folder: Some(folder.to_owned()) }

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 
+use crate::gpu::cache::Cache;
 use crate::gpu::kernels::{self, LARGE_PARAMETERS, SMALL_PARAMETERS};
 use crate::python::device::{OwnedNames, VariantNames, variant_from, variant_names};
 
@@ -19,4 +20,10 @@ pub fn compile_kernel(py: Python<'_>, variant: OwnedNames, arch: i32, large: boo
     let options = kernels::options(variant_from(variant)?, bytes, arch);
     let compiled = py.detach(|| kernels::compile(&options))?;
     Ok((compiled.cubin, compiled.log))
+}
+
+/// Folder of compiled kernels: $TE_PATCHES_CACHE, else `te_patches` in $XDG_CACHE_HOME or ~/.cache; None without any.
+#[pyfunction]
+pub fn kernel_cache() -> Option<std::path::PathBuf> {
+    Cache::from_environment().folder().map(std::path::Path::to_owned)
 }

@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::build::{compile_kernel, kernel_variants};
+    use super::build::{compile_kernel, kernel_cache, kernel_variants};
     #[pymodule_export]
     use super::device::{proofs, record_proof};
     #[pymodule_export]

@@ -116,6 +116,19 @@ def random_like(shape: Sequence[int], dtype: torch.dtype, generator: torch.Gener
     return values.to(dtype).view(tuple(shape))
 
 
+def drive_overflows(twin: Twin, step: Callable[[], None]) -> None:
+    """Steps with overflow at the first and at later ones; no update may happen in those, and one in all others."""
+    for overflow in (1, 0, 1, 0, 0, 1):
+        twin.fill_gradients(scale=64.0)
+        if overflow:
+            for gradients in twin.gradients:
+                gradients[3].view(-1)[2] = float("inf")
+        before = [p.clone() for p in twin.plain[0]]
+        step()
+        unchanged = all(torch.equal(p, q) for p, q in zip(before, twin.plain[0], strict=True))
+        assert unchanged == bool(overflow)
+
+
 RAGGED: tuple[tuple[tuple[int, ...], int], ...] = (
     ((1,), 0),
     ((), 0),

@@ -1,0 +1,54 @@
+"""`python -m te_patches doctor`: every finding with its state, and the remedy for what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import te_patches
+from te_patches import _doctor, _releases
+
+ENABLE = "import te_patches.cpu, te_patches.__main__ as m; te_patches.cpu.enable(); m.main(['doctor', '--json'])"
+
+
+def doctor(code: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+    package = str(Path(_releases.import_fused_adam().__file__).parents[3])
+    variables = {**os.environ, "PYTHONPATH": package, **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
+    return done.returncode, {row["what"]: row for row in json.loads(done.stdout)}
+
+
+def test_cpu_everything_needed_is_found(tmp_path):
+    code, found = doctor(ENABLE, TE_PATCHES_CACHE=str(tmp_path))
+    assert code == 0
+    assert found["NVRTC"]["state"] == "ok"
+    assert found["kernel cache"]["found"] == f"{tmp_path}, 0 kernels"
+    assert found["FusedAdam.step"]["found"].startswith("patched")
+    assert "multi_tensor_applier" in found
+
+
+def test_cpu_what_is_missing_comes_with_its_remedy(tmp_path):
+    words = "import te_patches.__main__ as m; m.main(['doctor', '--json'])"
+    code, found = doctor(words, PYTHONPATH="", TE_PATCHES="nativ", TE_PATCHES_CACHE=str(tmp_path / "file" / "below"))
+    assert code == 1
+    assert found["Transformer Engine"]["state"] == "missing"
+    assert "pip install" in found["Transformer Engine"]["remedy"]
+    assert found["TE_PATCHES"]["state"] == "missing"
+    assert "accepted: auto, native, te" in found["TE_PATCHES"]["found"]
+
+
+def test_cpu_an_unusable_cache_is_a_note(tmp_path):
+    (tmp_path / "file").write_text("")
+    _, found = doctor(ENABLE, TE_PATCHES_CACHE=str(tmp_path / "file" / "below"))
+    assert found["kernel cache"]["state"] == "note"
+    assert "TE_PATCHES_CACHE" in found["kernel cache"]["remedy"]
+
+
+def test_cpu_examining_patches_nothing():
+    before = vars(_releases.import_fused_adam().FusedAdam)["step"]
+    _doctor.examine()
+    assert vars(_releases.import_fused_adam().FusedAdam)["step"] is before
+    assert not te_patches.report()["applied"]
