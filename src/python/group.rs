@@ -10,7 +10,7 @@ use crate::plan::column::{Column, Master, Role, Verdict, Work};
 use crate::plan::operands::Scaling;
 use crate::python::faults::{self, Place};
 use crate::python::options::Switches;
-use crate::python::prefetch::{self, AHEAD, Chain, Trail};
+use crate::python::prefetch::{self, AHEAD, Chain, Trails};
 use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries};
 use crate::tensor::{Device, Dtype, View};
 
@@ -109,7 +109,7 @@ pub struct GroupReader<'a, 'py> {
     /// A walk through `optimizer._scales`.
     pub scales: &'a mut StateWalk<'py>,
     pub aftermath: &'a mut Aftermath<'py>,
-    pub trails: &'a mut Vec<Trail>,
+    pub trails: &'a mut Trails,
     pub switches: &'a Switches,
     pub release: &'a Release,
     pub group: usize,
@@ -130,20 +130,18 @@ impl<'py> GroupReader<'_, 'py> {
         let mut works = Vec::with_capacity(params.len());
         let mut uninitialised = Vec::new();
         let mut half = Dtype::Other;
-        self.trails.resize_with(params.len(), Trail::default);
-        self.trails.iter().take(AHEAD).for_each(Trail::prefetch);
+        self.trails.begin();
+        (0..AHEAD).for_each(|index| self.trails.prefetch(index));
         let locals: Vec<Option<u64>> = grads.iter().map(|grad| Some(grad.as_ref()?.local.as_ptr() as u64)).collect();
         for (index, (param, grad)) in params.into_iter().zip(grads).enumerate() {
-            if let Some(trail) = self.trails.get(index + AHEAD) {
-                trail.prefetch();
-            }
+            self.trails.prefetch(index + AHEAD);
             if let Some(at) = self.reader.record_at() {
                 let ahead = |distance| locals.get(index + distance).copied().flatten();
                 ahead(2 * AHEAD).inspect(|&object| at.fetch_record(object));
                 ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
             }
             let place = Place { group: self.group, index };
-            self.trails[index].clear();
+            self.trails.begin_parameter();
             let (local, outer, inner) = self.reader.local(param.clone())?;
             let value = if inner == Kind::Wrapped {
                 match self.quantized_value(place, &param, local)? {
@@ -152,7 +150,7 @@ impl<'py> GroupReader<'_, 'py> {
                 }
             } else {
                 let view = self.view(&local, place, &param, Role::Param)?;
-                self.note(place, param.as_ptr() as u64, &local, &view);
+                self.note(param.as_ptr() as u64, &local, &view);
                 Value { tensor: local, view, scaling: None, quantized: None }
             };
             let grad = self.checked_grad(place, &param, outer, grad)?;
@@ -167,7 +165,7 @@ impl<'py> GroupReader<'_, 'py> {
                 Some(state) => state.cast_into::<PyDict>().map_err(PyErr::from)?,
                 None => PyDict::new(param.py()),
             };
-            self.trails[index].note_dict(state.as_ptr() as u64);
+            self.trails.note_dict(state.as_ptr() as u64);
             if state.is_empty() {
                 if let Some(grad) = &grad {
                     // A gradient that will be refused must be refused before any state is made.
@@ -220,7 +218,7 @@ impl<'py> GroupReader<'_, 'py> {
             return Ok(Some(Value { tensor: local.clone(), view, scaling: None, quantized: Some(local) }));
         };
         let view = View { dtype, ..self.view(&data, place, param, Role::Param)? };
-        let mut one = |name, tensor| self.number(place, name, tensor, view.device);
+        let mut one = |name, tensor| self.number(name, tensor, view.device);
         let scaling = Scaling {
             factor: 0,
             scale: one("an fp8 scale", &scale)?,
@@ -366,7 +364,7 @@ impl<'py> GroupReader<'_, 'py> {
                 return Ok(None);
             }
             let state = self.read_state(place, param, roles[at], dtypes[at], tensor, inner)?;
-            self.note(place, outer_address, &state.tensor, &state.view);
+            self.note(outer_address, &state.tensor, &state.view);
             states[at] = Some(state);
         }
         let [Some(exp_avg), Some(exp_avg_sq), mut master] = states else {
@@ -421,7 +419,7 @@ impl<'py> GroupReader<'_, 'py> {
             };
             let view = View { dtype: fp8.dtype, ..self.view(&fp8.data, place, param, role)? };
             let factor = self.scale_of(place, param, role)?;
-            let mut one = |name, tensor| self.number(place, name, tensor, view.device).map_err(unreadable);
+            let mut one = |name, tensor| self.number(name, tensor, view.device).map_err(unreadable);
             let scaling = Scaling {
                 factor: one("a scale", &factor)?,
                 scale: one("an fp8 scale", &fp8.scale)?,
@@ -440,22 +438,22 @@ impl<'py> GroupReader<'_, 'py> {
         let mut scaling = None;
         if dtype == Dtype::F16 {
             let factor = self.scale_of(place, param, role)?;
-            let factor = self.number(place, "a scale", &factor, view.device).map_err(unreadable)?;
+            let factor = self.number("a scale", &factor, view.device).map_err(unreadable)?;
             scaling = Some(Scaling { factor, ..Scaling::default() });
         }
         Ok(State { tensor, view, scaling })
     }
 
     /// Notes where a tensor lies, for the next step.
-    fn note(&mut self, place: Place, outer: u64, local: &Bound<'py, PyAny>, view: &View) {
+    fn note(&mut self, outer: u64, local: &Bound<'py, PyAny>, view: &View) {
         let at = self.reader.record_at();
-        self.trails[place.index].note(outer, local.as_ptr() as u64, view.record, at);
+        self.trails.note(outer, local.as_ptr() as u64, view.record, at);
     }
 
     /// Address of the one fp32 number of a tensor that scales another.
-    fn number(&mut self, place: Place, name: &str, tensor: &Bound<'py, PyAny>, device: Device) -> PyResult<u64> {
+    fn number(&mut self, name: &str, tensor: &Bound<'py, PyAny>, device: Device) -> PyResult<u64> {
         let view = self.reader.one(name, tensor, Dtype::F32, device)?;
-        self.note(place, tensor.as_ptr() as u64, tensor, &view);
+        self.note(tensor.as_ptr() as u64, tensor, &view);
         Ok(view.address)
     }
 
@@ -469,7 +467,7 @@ impl<'py> GroupReader<'_, 'py> {
         };
         let scale = match self.scales.get(param)? {
             Some(scales) => {
-                self.trails[place.index].note_dict(scales.as_ptr() as u64);
+                self.trails.note_dict(scales.as_ptr() as u64);
                 scales.cast_into::<PyDict>().map_err(PyErr::from)?.get_item(name)?
             }
             None => None,

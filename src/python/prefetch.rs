@@ -6,40 +6,59 @@
 /// How many parameters ahead memory is asked for.
 pub const AHEAD: usize = 6;
 
-/// Where one parameter's Python objects and torch's records of them lay when they were last read.
-#[derive(Clone, Debug, Default)]
-pub struct Trail {
+/// Where the Python objects of one group's parameters, and torch's records of them, lay when they were last read.
+#[derive(Debug, Default)]
+pub struct Trails {
+    before: Notes,
+    now: Notes,
+}
+
+/// What one reading of a group noted, one parameter after the other, so that the processor sees it coming.
+#[derive(Debug, Default)]
+struct Notes {
     /// Of each tensor: the outer and the local object, the local tensor's shape and its storage.
     tensors: Vec<[u64; 4]>,
     /// Of each dict: the object and the table of its keys.
     dicts: Vec<[u64; 2]>,
+    /// Where each parameter's begin.
+    starts: Vec<[usize; 2]>,
 }
 
-impl Trail {
-    /// Forgets, to note anew.
-    pub fn clear(&mut self) {
-        self.tensors.clear();
-        self.dicts.clear();
+impl Trails {
+    /// A reading begins: what the last one noted is followed, and noted anew.
+    pub fn begin(&mut self) {
+        std::mem::swap(&mut self.before, &mut self.now);
+        self.now.tensors.clear();
+        self.now.dicts.clear();
+        self.now.starts.clear();
+    }
+
+    /// The next parameter's objects follow.
+    pub fn begin_parameter(&mut self) {
+        self.now.starts.push([self.now.tensors.len(), self.now.dicts.len()]);
     }
 
     /// Notes the objects of one live tensor.
     pub fn note(&mut self, outer: u64, local: u64, shape: u64, at: Option<RecordAt>) {
-        self.tensors.push([outer, local, shape, at.map_or(0, |at| at.storage(local))]);
+        self.now.tensors.push([outer, local, shape, at.map_or(0, |at| at.storage(local))]);
     }
 
     /// Notes a live dict, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
     pub fn note_dict(&mut self, dict: u64) {
         // SAFETY: the dict is live.
-        self.dicts.push([dict, unsafe { read(dict + 32) }]);
+        self.now.dicts.push([dict, unsafe { read(dict + 32) }]);
     }
 
-    /// Asks for all of it.
-    pub fn prefetch(&self) {
-        for &[dict, keys] in &self.dicts {
+    /// Asks for all that a parameter had.
+    pub fn prefetch(&self, index: usize) {
+        let Notes { tensors, dicts, starts } = &self.before;
+        let Some(&[first_tensor, first_dict]) = starts.get(index) else { return };
+        let [last_tensor, last_dict] = starts.get(index + 1).copied().unwrap_or([tensors.len(), dicts.len()]);
+        for &[dict, keys] in &dicts[first_dict..last_dict] {
             fetch(dict);
             lines(keys, 3);
         }
-        for &[outer, local, shape, storage] in &self.tensors {
+        for &[outer, local, shape, storage] in &tensors[first_tensor..last_tensor] {
             object(outer);
             if local != outer {
                 object(local);

@@ -14,7 +14,7 @@ use crate::python::device::{
 };
 use crate::python::group::{Aftermath, GroupReader, Outcome, Release};
 use crate::python::options::{LiveTensors, Switches, advance, read_live, read_options};
-use crate::python::prefetch::Trail;
+use crate::python::prefetch::Trails;
 use crate::python::reader::{Reader, StateWalk};
 use crate::tensor::Device;
 
@@ -22,7 +22,7 @@ use crate::tensor::Device;
 #[derive(Default)]
 struct GroupRecord {
     plan: GroupPlan,
-    trails: Vec<Trail>,
+    trails: Trails,
     tier: &'static str,
     reason: String,
     steps: u64,
