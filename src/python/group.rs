@@ -371,7 +371,7 @@ impl<'py> GroupReader<'_, 'py> {
             return Err(PyRuntimeError::new_err("the moments were not read"));
         };
         if let Some(quantized) = value.quantized.take() {
-            (value, master) = self.value_of(place, param, quantized, master, grad_view)?;
+            (value, master) = self.value_of(place, param, quantized, master)?;
             kind = if master.is_some() { kind } else { Master::None };
         }
         let of_master = master.as_ref().and_then(|master| master.scaling);
@@ -467,8 +467,9 @@ impl<'py> GroupReader<'_, 'py> {
         };
         let scale = match self.scales.get(param)? {
             Some(scales) => {
+                let scales = scales.cast_into::<PyDict>().map_err(PyErr::from)?;
                 self.trails.note_dict(scales.as_ptr() as u64);
-                scales.cast_into::<PyDict>().map_err(PyErr::from)?.get_item(name)?
+                scales.get_item(name)?
             }
             None => None,
         };
@@ -486,23 +487,22 @@ impl<'py> GroupReader<'_, 'py> {
         param: &Bound<'py, PyAny>,
         quantized: Bound<'py, PyAny>,
         master: Option<State<'py>>,
-        grad: View,
     ) -> PyResult<(Value<'py>, Option<State<'py>>)> {
         let py = param.py();
         let master = master.ok_or_else(|| PyRuntimeError::new_err("the master was not read"))?;
         if self.switches.master != Dtype::F16 {
-            let view = View { shape: grad.shape, ..master.view };
-            if grad.numel > 0 {
+            if master.view.numel > 0 {
                 self.aftermath.quantized.push((quantized, master.tensor.call_method0("detach")?));
             }
-            return Ok((Value { tensor: master.tensor, view, scaling: None, quantized: None }, None));
+            let State { tensor, view, .. } = master;
+            return Ok((Value { tensor, view, scaling: None, quantized: None }, None));
         }
         let torch = py.import("torch")?;
         let arguments = PyDict::new(py);
         arguments.set_item("dtype", torch.getattr("float32")?)?;
         let value = torch.call_method("empty_like", (master.tensor.call_method0("detach")?,), Some(&arguments))?;
         let view = self.view(&value, place, param, Role::Param)?;
-        if grad.numel > 0 {
+        if view.numel > 0 {
             self.aftermath.quantized.push((quantized, value.clone()));
         }
         Ok((Value { tensor: value, view, scaling: None, quantized: None }, Some(master)))
