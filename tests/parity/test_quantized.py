@@ -205,16 +205,14 @@ def test_cpu_a_gradient_of_another_shape_is_refused_before_anything_changes():
     values = torch.randn(16, 32, device=DEVICE).to(BF16)
     param = torch.nn.Parameter(delayed(values))
     optimizer = MODULE.FusedAdam([param], use_decoupled_grad=True, master_weights=True)
-    for shape in ((16, 32), (32, 16)):
-        param.decoupled_grad = torch.ones(shape, dtype=BF16)
-        before = param._data.clone()
-        if shape == (16, 32):
-            optimizer.step()
-            continue
-        with pytest.raises(RuntimeError, match="the gradient of parameter 0 of group 0 .* has another shape"):
-            optimizer.step()
-        assert torch.equal(param._data, before)
-        assert optimizer.param_groups[0]["step"] == 1
+    param.decoupled_grad = torch.ones_like(values)
+    optimizer.step()
+    before = param._data.clone()
+    param.decoupled_grad = torch.ones(32, 16, dtype=BF16)
+    with pytest.raises(RuntimeError, match=r"the gradient of parameter 0 of group 0 .* has another shape"):
+        optimizer.step()
+    assert torch.equal(param._data, before)
+    assert optimizer.param_groups[0]["step"] == 1
 
 
 @cpu_fp8_params
