@@ -187,3 +187,16 @@ def test_cpu_a_missing_scale_is_named_before_anything_changes(optimizer_class, n
         optimizer.step()
     assert torch.equal(param, before)
     assert optimizer.param_groups[0]["step"] == 1
+
+
+def test_cpu_parameters_of_no_dimension_are_stepped_like_those_of_one(optimizer_class):
+    """Stock's factors have a dimension more than such a state, and cannot be multiplied into it."""
+    te_patches.apply()
+    params = [torch.nn.Parameter(torch.full(shape, 2.0)) for shape in ((), (1,))]
+    for param in params:
+        optimizer = optimizer_class([param], lr=0.1, **FP16)
+        for _ in range(3):
+            param.grad = torch.full_like(param, 0.7)
+            optimizer.step()
+    assert torch.equal(params[0].view(1), params[1])
+    assert float(params[0].detach()) < 2
