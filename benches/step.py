@@ -210,7 +210,8 @@ def main(
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "commit": revision or commit(),
-        "command": " ".join(["python", *sys.argv]),
+        # Where the rows are written is no part of what was measured.
+        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
     }
     console = Console(width=140, stderr=True)
     rows: list[dict[str, Any]] = []

@@ -89,7 +89,7 @@ def _compiler() -> Finding:
         for arch in _ARCHITECTURES:
             _core.compile_kernel(variant, arch, False)
     except RuntimeError as error:
-        major = str(_cuda_major())
+        major = _cuda_major()
         remedy = f"pip install nvidia-cuda-nvrtc{'' if major == '13' else '-cu' + major}"
         return Finding("NVRTC", "missing", str(error).splitlines()[0], remedy)
     return Finding("NVRTC", "ok", "compiles for " + ", ".join(f"sm_{arch}" for arch in _ARCHITECTURES))

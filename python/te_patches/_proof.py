@@ -115,8 +115,7 @@ class _Operands:
         if dtype == "float8_e4m3fn":
             from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-            module = _releases.import_fused_adam()
-            kind = (module.DType if hasattr(module, "DType") else module.tex.DType).kFloat8E4M3
+            kind = _releases.fp8_dtypes().kFloat8E4M3
             tensor = Float8Quantizer(self._number(1.0), self._number(0.0), kind).make_empty(
                 (size,), device=self._device
             )
@@ -191,8 +190,7 @@ def _run_stock(optimizer: Any, operands: _Operands, arguments: tuple[Any, ...], 
     masters = [unscaled("master_param", state) if master != "remainder" else state for state in operands.masters]
     if param.startswith("float8"):
         data, scale, scale_inv, amax = (list(parts) for parts in zip(*operands.params, strict=True))
-        module = _releases.import_fused_adam()
-        kind = module.DType if hasattr(module, "DType") else module.tex.DType
+        kind = _releases.fp8_dtypes()
         kind = kind.kFloat8E4M3 if param == "float8_e4m3fn" else kind.kFloat8E5M2
         lists = [lists[0], data, lists[2], lists[3], masters, scale, amax, scale_inv]
         optimizer.multi_tensor_adam_fp8(65536, flag, lists, *arguments, kind)

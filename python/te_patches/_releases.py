@@ -49,6 +49,12 @@ def import_fused_adam() -> ModuleType:
         ) from error
 
 
+def fp8_dtypes() -> Any:
+    """The enum of dtypes that fp8 tensors and kernels take: Python's own from 2.17, before that the compiled part's."""
+    module = import_fused_adam()
+    return module.DType if hasattr(module, "DType") else module.tex.DType
+
+
 def names(function: Any) -> set[str]:
     """Every name that a function's code and the code nested in it use; survives wrapping and reformatting."""
     found: set[str] = set()

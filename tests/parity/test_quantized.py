@@ -20,8 +20,7 @@ BF16, FP16, FP32, U8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 
 
 def kind(name):
-    enum = MODULE.DType if hasattr(MODULE, "DType") else MODULE.tex.DType
-    return getattr(enum, name)
+    return getattr(_releases.fp8_dtypes(), name)
 
 
 def delayed(values, name="kFloat8E4M3"):

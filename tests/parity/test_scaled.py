@@ -27,9 +27,7 @@ def _cpu_fp8_views() -> bool:
     """Whether an fp8 tensor can be wrapped, as in a DTensor, without a GPU: up to 2.15 its views ask for one."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    module = _releases.import_fused_adam()
-    kind = (module.DType if hasattr(module, "DType") else module.tex.DType).kFloat8E4M3
-    tensor = Float8Quantizer(torch.ones(1), torch.zeros(1), kind).make_empty((2,))
+    tensor = Float8Quantizer(torch.ones(1), torch.zeros(1), _releases.fp8_dtypes().kFloat8E4M3).make_empty((2,))
     try:
         tensor.view_as(tensor)
     except RuntimeError:
