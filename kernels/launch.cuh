@@ -4,6 +4,7 @@
 // Layout mirrored by src/plan/table.rs and src/plan/operands.rs.
 #pragma once
 #include "arithmetic.cuh"
+#include "chunk.cuh"
 
 // Scaling of a tensor, as a number for the preprocessor: 0 none; 1 a factor (fp16: value = stored * factor);
 // 2 a quantizer (fp8 state: factor, scale, scale_inv, amax); 3 a quantizer that is given (fp8 parameter).
@@ -54,27 +55,4 @@ struct Launch {
 #endif
   u32 chunk_end[CAPACITY];  // chunks of the tensors up to and including this one
   u32 tail[CAPACITY];       // elements of the tensor's last chunk, 1 to CHUNK
-};
-
-// The part of a tensor that a block works on.
-struct Chunk {
-  u32 tensor;
-  u64 start;
-  u32 count;
-  bool first;
-
-  __device__ __forceinline__ Chunk(const Launch& launch, u32 block) {
-    // The first tensor whose chunk_end lies beyond the block.
-    u32 low = 0, high = launch.tensors - 1;
-    while (low < high) {
-      const u32 middle = (low + high) / 2;
-      if (launch.chunk_end[middle] > block) high = middle;
-      else low = middle + 1;
-    }
-    tensor = low;
-    const u32 first_chunk = tensor ? launch.chunk_end[tensor - 1] : 0;
-    start = static_cast<u64>(block - first_chunk) * CHUNK;
-    count = block + 1 == launch.chunk_end[tensor] ? launch.tail[tensor] : CHUNK;
-    first = block == first_chunk;
-  }
 };

@@ -3,7 +3,7 @@
 // Arithmetic is torch's, IEEE fp32 with subnormals, unlike Adam's. Source of the rules: FusedAdam._apply_scale and
 // FusedAdam.get_unscaled_state; the fp8 cast is that of Float8Quantizer.
 #pragma once
-#include "launch.cuh"
+#include "convert.cuh"
 
 // Half of the largest fp16, and the largest E4M3.
 template <int SCALING>

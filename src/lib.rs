@@ -1,13 +1,14 @@
 //! The native core of `te_patches`.
 //!
 //! Layers, lower ones know nothing of higher ones:
-//! `tensor`, `options` (plain data) → `plan` (which launches a step makes) → `cpu`, `gpu` (running them) → `python`
-//! (reading Python objects, the classes that Python sees).
+//! `tensor`, `options` (plain data) → `plan` (which launches a step makes), `loader` (which copies a load makes) → `cpu`,
+//! `gpu` (running them) → `python` (reading Python objects, the classes that Python sees).
 //! `unsafe` lives in `cpu::kernels` (slices at tensors' addresses), `gpu::{nvrtc, driver}` (foreign calls) and
 //! `python::reader` (Python objects).
 
 pub mod cpu;
 pub mod gpu;
+pub mod loader;
 pub mod options;
 pub mod plan;
 mod python;

@@ -24,6 +24,8 @@ pub enum Dtype {
     E4M3,
     /// fp8 with 5 bits of exponent.
     E5M2,
+    /// IEEE binary64: no kernel takes it.
+    F64,
     /// Anything else: no kernel takes it.
     Other,
 }
@@ -37,7 +39,18 @@ impl Dtype {
             Dtype::BF16 => Some("BF16"),
             Dtype::E4M3 => Some("E4M3"),
             Dtype::E5M2 => Some("E5M2"),
-            Dtype::I16 | Dtype::I32 | Dtype::U8 | Dtype::Other => None,
+            Dtype::I16 | Dtype::I32 | Dtype::U8 | Dtype::F64 | Dtype::Other => None,
+        }
+    }
+
+    /// Bytes of an element; the most there can be for types without a name here.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Dtype::F32 | Dtype::I32 => 4,
+            Dtype::F16 | Dtype::BF16 | Dtype::I16 => 2,
+            Dtype::U8 | Dtype::E4M3 | Dtype::E5M2 => 1,
+            Dtype::F64 => 8,
+            Dtype::Other => 16,
         }
     }
 
@@ -57,6 +70,7 @@ impl Dtype {
             Dtype::U8 => "uint8",
             Dtype::E4M3 => "float8_e4m3fn",
             Dtype::E5M2 => "float8_e5m2",
+            Dtype::F64 => "float64",
             Dtype::Other => "another dtype",
         }
     }
@@ -101,6 +115,8 @@ pub struct View {
     pub address: u64,
     /// Number of elements.
     pub numel: u64,
+    /// Elements from the first to the last in memory, gaps included.
+    pub span: u64,
     /// Hash of the shape.
     pub shape: u64,
     /// Address of the shape: part of torch's record of the tensor.
@@ -126,7 +142,11 @@ impl View {
         }
         let layout = if contiguous || numel == 0 { Layout::CONTIGUOUS } else { dense_layout(shape, strides) };
         let record = shape.as_ptr() as u64;
-        View { address, numel: numel as u64, shape: hash, record, layout, dtype, device }
+        let numel = numel as u64;
+        let reach = |(&size, &stride): (&i64, &i64)| ((size - 1) * stride) as u64;
+        let span =
+            if layout == Layout::SCATTERED { 1 + shape.iter().zip(strides).map(reach).sum::<u64>() } else { numel };
+        View { address, numel, span, shape: hash, record, layout, dtype, device }
     }
 }
 
@@ -180,6 +200,7 @@ mod tests {
         assert_eq!(view(&[4, 3], &[6, 1]).layout, Layout::SCATTERED);
         assert_eq!(view(&[4096], &[0]).layout, Layout::SCATTERED);
         assert_eq!(view(&[4], &[2]).layout, Layout::SCATTERED);
+        assert_eq!([view(&[4, 3], &[6, 1]).span, view(&[4096], &[0]).span, view(&[4], &[2]).span], [21, 1, 7]);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 """The native core: plans, kernels and the reading of tensors. `te_patches` is the public surface."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -7,15 +8,19 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Load",
     "Plan",
     "adam_reference",
+    "compile_cast",
     "compile_kernel",
     "kernel_cache",
+    "kernel_casts",
     "kernel_variants",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
     "proofs",
     "record_proof",
+    "save_states",
 ]
 
 _Variant = tuple[str, str, str, str, str, str]
@@ -47,6 +52,72 @@ class Plan:
 
     def report(self) -> list[dict[str, Any]]:
         """Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made."""
+
+@final
+class Load:
+    """A checkpoint's states and the buffers they go to. `read` and `place` change nothing; `write_one` and `write` can
+    fail for nothing but the device.
+    """
+
+    @staticmethod
+    def read(optimizer: Any, ids: list[Any], states: dict[Any, Any], whole: bool, reuse: bool) -> Load:
+        """Reads the states of a checkpoint whose groups match the optimizer's. `ids`: what the checkpoint calls each
+        parameter, in the optimizer's order. `whole`: whether plain tensors of a DTensor's global shape are taken.
+        `reuse`: whether buffers that the optimizer has are written in place.
+
+        KeyError for a state that the optimizer does not keep, TypeError for what is no tensor, RuntimeError for another
+        shape, AssertionError for a dtype that the optimizer's options do not take; each names group, index, state,
+        expected and found.
+        """
+
+    def fresh(self) -> list[tuple[Any, str, bool]]:
+        """States that need a buffer: (parameter, name, whether it is a remainder)."""
+
+    def place(self, state: dict[Any, Any], scales: dict[Any, Any]) -> None:
+        """Takes the buffers that were made for them. RuntimeError for one that does not fit."""
+
+    def prepare(self) -> None:
+        """Makes sure that every kernel this load takes can be launched. RuntimeError, saying why, if not."""
+
+    @property
+    def held(self) -> bool:
+        """Whether something beside the optimizer holds buffers that will be written in place."""
+
+    def sample(self) -> Any | None:
+        """One tensor that will be written in place, if there is one."""
+
+    def staged(self) -> list[tuple[int, Any, Any, Any]]:
+        """Sources that torch has to make plain tensors of: (index, source, the tensor that holds the target's elements,
+        parameter).
+        """
+
+    def write_one(self, index: int, source: Any) -> None:
+        """Writes one state from the plain tensor made of its source, on the target's device in its layout."""
+
+    def write(self, progress: Callable[[int], None] | None) -> None:
+        """Writes all states but those that are staged. `progress` is told the bytes of each portion of host memory."""
+
+    def states(self) -> dict[Any, dict[str, Any]]:
+        """The states as they will be, in the checkpoint's order."""
+
+    def sources(self) -> list[tuple[Any, str, Any, bool]]:
+        """(parameter, name, saved local tensor, whether it is a remainder) of every state."""
+
+    def params(self) -> list[Any]:
+        """Parameters that the checkpoint has an entry for."""
+
+    def foreign(self) -> dict[Any, Any]:
+        """Entries of the checkpoint that belong to no parameter."""
+
+    def counts(self) -> tuple[int, int, int]:
+        """(states, those that are their own source, bytes of host memory that will be copied to devices)."""
+
+def save_states(rows: list[tuple[Any, Any | None, Any]], progress: Callable[[int], None] | None) -> None:
+    """Copies states to host memory: each row is (state, its factor for fp16 or None, target). States: fp32, bf16, fp16
+    with a one-element fp32 factor, int16 remainders, Float8Tensors. Targets: CPU tensors of the same shape and layout,
+    int16 for remainders and else fp32. Done when this returns. `progress` is told the bytes of each portion.
+    RuntimeError for tensors that do not belong together, before anything is written.
+    """
 
 def multi_tensor_adam(
     tensor_lists: list[list[_Entry]],
@@ -115,6 +186,14 @@ def compile_kernel(variant: _Variant, arch: int, large: bool) -> tuple[bytes, st
 
     Needs no GPU. RuntimeError without NVRTC or if the source does not compile.
     """
+
+def kernel_casts() -> list[tuple[str, str, bool, bool]]:
+    """Every copy between storages that has a kernel: (source, target, whether the source is scaled, whether the target
+    is).
+    """
+
+def compile_cast(index: int, arch: int, large: bool) -> tuple[bytes, str]:
+    """As `compile_kernel`, the kernel of the cast at this index of `kernel_casts()`. IndexError if there is none."""
 
 def kernel_cache() -> Path | None:
     """Folder of compiled kernels: $TE_PATCHES_CACHE, else `te_patches` in $XDG_CACHE_HOME or ~/.cache; else None."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from te_patches import _empty_shards, _releases, _sharded_states, _step
-from te_patches._settings import Kernels, choose_kernels
+from te_patches import _empty_shards, _load, _releases, _sharded_states, _step
+from te_patches._settings import Kernels, Switch, choose_kernels, choose_progress
 
 _log = logging.getLogger("te_patches")
 _lock = threading.RLock()
@@ -43,7 +43,7 @@ class Applied:
     """What `apply()` did."""
 
     fused_adam: ModuleType
-    switch: _step.Switch
+    switch: Switch
     patches: list[Patch]
 
 
@@ -55,33 +55,38 @@ def applied() -> Applied | None:
     return _applied
 
 
-def apply(kernels: Kernels | None = None) -> None:
+def apply(kernels: Kernels | None = None, *, in_place_load: bool = True, progress: bool | None = None) -> None:
     """Patches Transformer Engine's FusedAdam in this process.
 
     Call it once at startup, before optimizers and schedulers are built (a scheduler pins the step it finds). Calling
-    it again changes nothing but `kernels`:
+    it again changes nothing but these arguments. `kernels`:
 
     - "auto" (default, or from the environment variable TE_PATCHES): native kernels where they were shown equal to stock
       on this GPU, Transformer Engine's kernels elsewhere;
     - "native": native kernels or RuntimeError;
     - "te": Transformer Engine's kernels over lists read anew each step.
 
+    `in_place_load`: whether `load_state_dict` writes into the buffers that the optimizer has, which an earlier
+    `state_dict()` shares; False gives states buffers of their own, as stock does. `progress`: whether loads from host
+    memory show a bar on stderr; None takes TE_PATCHES_PROGRESS (0 or 1) from the environment.
+
     TE_PATCHES=off makes this call do nothing. Logs one INFO line per patch. Raises ImportError if Transformer Engine is
     missing, ValueError for an unknown word, RuntimeError if another library has replaced FusedAdam.step; then nothing
     has changed.
     """
     global _applied
-    chosen = choose_kernels(kernels)
+    chosen, shown = choose_kernels(kernels), choose_progress(progress)
     with _lock:
         if chosen == "off":
             _log.info("TE_PATCHES=off: nothing is patched")
             return
         if _applied is not None and any(patch.in_place for patch in _applied.patches):
-            _applied.switch.kernels = chosen
+            switch = _applied.switch
+            switch.kernels, switch.in_place_load, switch.progress = chosen, in_place_load, shown
             return
         fused_adam = _releases.import_fused_adam()
         release = _releases.probe(fused_adam)
-        switch = _step.Switch(chosen, release)
+        switch = Switch(chosen, release, in_place_load, shown)
         patches = _patches(fused_adam, switch)
         for patch in patches:
             if patch.replacement is not None:
@@ -94,13 +99,14 @@ def verdicts(fused_adam: ModuleType) -> list[Patch]:
     """What `apply()` does or did: patched, or stepped aside, and why. Changes nothing. RuntimeError as in `apply()`."""
     if _applied is not None:
         return _applied.patches
-    return _patches(fused_adam, _step.Switch("auto", _releases.probe(fused_adam)))
+    return _patches(fused_adam, Switch("auto", _releases.probe(fused_adam)))
 
 
-def _patches(fused_adam: ModuleType, switch: _step.Switch) -> list[Patch]:
+def _patches(fused_adam: ModuleType, switch: Switch) -> list[Patch]:
     release = switch.release
     return [
         _patch_step(fused_adam, switch),
+        _patch_load(fused_adam, switch),
         _patch_applier(fused_adam, release),
         _patch_scaling(fused_adam, release),
         *_patch_states(fused_adam, release),
@@ -131,7 +137,7 @@ def revert() -> None:
         _applied = None
 
 
-def _patch_step(fused_adam: ModuleType, switch: _step.Switch) -> Patch:
+def _patch_step(fused_adam: ModuleType, switch: Switch) -> Patch:
     from torch.optim import Optimizer
 
     optimizer = fused_adam.FusedAdam
@@ -148,6 +154,14 @@ def _patch_step(fused_adam: ModuleType, switch: _step.Switch) -> Patch:
     replacement.hooked = True
     target = f"{fused_adam.__name__}.FusedAdam.step"
     return Patch(target, "patched", "native plan and kernels", optimizer, "step", original, replacement)
+
+
+def _patch_load(fused_adam: ModuleType, switch: Switch) -> Patch:
+    optimizer = fused_adam.FusedAdam
+    original = vars(optimizer)["load_state_dict"]
+    target = f"{fused_adam.__name__}.FusedAdam.load_state_dict"
+    replacement = _load.patched_load(original, switch)
+    return Patch(target, "patched", "in place, all or nothing", optimizer, "load_state_dict", original, replacement)
 
 
 def _patch_applier(fused_adam: ModuleType, release: _releases.Release) -> Patch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from te_patches import _core, _patching, _step
+from te_patches import _core, _load, _patching, _step
 
 
 def report(optimizer: Any = None) -> dict[str, Any]:
@@ -12,7 +12,9 @@ def report(optimizer: Any = None) -> dict[str, Any]:
 
     Keys: applied (bool), kernels ("auto", "native", "te"), te and torch (versions), patches (target, state, why),
     proofs (kernel, device, equal, reason). With an optimizer also groups: index, tier ("native", "replay", "stock"; ""
-    before the first step), reason, kernels, tensors, elements, steps (taken natively), launches, plans (made).
+    before the first step), reason, kernels, tensors, elements, steps (taken natively), launches, plans (made); and
+    load: None, or of the last `load_state_dict` the states loaded, in_place, fresh (into new buffers) and same (were
+    their own source).
     """
     import torch
 
@@ -34,4 +36,5 @@ def report(optimizer: Any = None) -> dict[str, Any]:
     if optimizer is not None:
         plan = _step.plan_of(optimizer)
         result["groups"] = plan.report() if plan else []
+        result["load"] = _load.last_load(optimizer)
     return result

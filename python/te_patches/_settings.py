@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Literal, cast, get_args
+
+from te_patches._releases import Release
 
 Kernels = Literal["auto", "native", "te"]
 _ACCEPTED = (*get_args(Kernels), "off")
+
+
+@dataclass
+class Switch:
+    """Whether the patches are in force and how; shared with functions that schedulers may hold for ever."""
+
+    kernels: Kernels
+    release: Release
+    in_place_load: bool = True
+    progress: bool = False
+    active: bool = True
 
 
 def choose_kernels(argument: Kernels | None) -> Kernels | Literal["off"]:
@@ -23,3 +37,11 @@ def choose_kernels(argument: Kernels | None) -> Kernels | Literal["off"]:
     if environment == "off":
         return "off"
     return argument or cast(Kernels, environment or "auto")
+
+
+def choose_progress(argument: bool | None) -> bool:
+    """`argument`, or else whether the environment's `TE_PATCHES_PROGRESS` is 1. ValueError for another word there."""
+    environment = os.environ.get("TE_PATCHES_PROGRESS", "").strip()
+    if environment not in ("", "0", "1"):
+        raise ValueError(f"TE_PATCHES_PROGRESS={environment!r} in the environment; accepted: 0, 1")
+    return environment == "1" if argument is None else argument

@@ -11,20 +11,10 @@ from typing import Any
 
 from te_patches import _core, _nvrtc, _proof, _replay, cpu
 from te_patches._capturable import Counters
-from te_patches._releases import Release
-from te_patches._settings import Kernels
+from te_patches._settings import Switch
 
 _log = logging.getLogger("te_patches")
 _PLAN = "_te_patches_plan"
-
-
-class Switch:
-    """Whether the patched step is in force and how; shared with functions that schedulers may hold for ever."""
-
-    def __init__(self, kernels: Kernels, release: Release) -> None:
-        self.active = True
-        self.kernels: Kernels = kernels
-        self.release = release
 
 
 def plan_of(optimizer: Any) -> _core.Plan | None:

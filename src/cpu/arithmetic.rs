@@ -6,8 +6,8 @@ use crate::options::Scalars;
 /// Elements of a block at most.
 pub const BLOCK: usize = 1024;
 
-/// Updates `p`, `m` and `v` (equal lengths) from the gradient `g`. Capturable kernels round the last product on its own,
-/// the others fuse it with the subtraction.
+/// Updates `p`, `m` and `v` (equal lengths) from the gradient `g`. Capturable kernels round the last product on its
+/// own, the others fuse it with the subtraction.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512vl+fma", "x86_64+avx2+fma"))]
 pub fn adam_update(scalars: &Scalars, capturable: bool, g: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
     let Scalars { lr, beta1, beta2, eps, weight_decay, correction1, correction2, adam_w } = *scalars;

@@ -205,7 +205,7 @@ unsafe fn elements<'a, T>(address: u64, start: usize, count: usize) -> &'a mut [
 ///
 /// # Safety
 /// As for [`elements`].
-unsafe fn load(dtype: Dtype, address: u64, start: usize, factor: f32, out: &mut [f32]) {
+pub unsafe fn load(dtype: Dtype, address: u64, start: usize, factor: f32, out: &mut [f32]) {
     let count = out.len();
     // SAFETY: the caller's promise. Gradients may be shared between tensors, so they are only ever read: no `&mut`
     // to them is made.
@@ -235,7 +235,7 @@ unsafe fn load(dtype: Dtype, address: u64, start: usize, factor: f32, out: &mut 
 ///
 /// # Safety
 /// As for [`elements`].
-unsafe fn store(dtype: Dtype, address: u64, start: usize, factor: f32, values: &[f32]) {
+pub unsafe fn store(dtype: Dtype, address: u64, start: usize, factor: f32, values: &[f32]) {
     let mut scaled = [0.0; BLOCK];
     let values = if factor == 1.0 {
         values

@@ -3,6 +3,7 @@
 //! subnormals kept, where the GPU approximates the former and flushes the latter.
 
 pub mod arithmetic;
+pub mod casts;
 pub mod fp8;
 pub mod kernels;
 pub mod scaling;

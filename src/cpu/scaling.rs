@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::plan::column::{Role, Variant};
-use crate::plan::operands::{Addresses, ROLES, Scaled};
+use crate::plan::operands::{Addresses, ROLES, Scaled, Scaling};
 
 const FP16_RANGE: f32 = 32752.0;
 const FP8_RANGE: f32 = 448.0;
@@ -70,27 +70,39 @@ pub unsafe fn read(variant: &Variant, addresses: &Addresses) -> Factors {
 pub unsafe fn exchange(variant: &Variant, addresses: &Addresses, factors: &mut Factors, found: &Found) {
     for role in Role::ALL {
         let (at, scaling) = (role as usize, &addresses.scaling[role as usize]);
-        let absmax = f32::from_bits(found.absmax[at].load(Ordering::Relaxed));
         // SAFETY: the caller's promise.
         unsafe {
             match variant.scaled(role) {
                 Scaled::No | Scaled::Param => {}
-                Scaled::Factor => {
-                    let factor = new_factor(absmax, FP16_RANGE);
-                    put(scaling.factor, factor);
-                    factors.write[at] = if factor > 0.0 { 1.0 / factor } else { 0.0 };
-                }
-                Scaled::State => {
-                    let factor = new_factor(absmax, FP8_RANGE);
-                    let scale = 1.0 / if factor == 0.0 { SMALLEST } else { factor };
-                    put(scaling.factor, factor);
-                    put(scaling.scale, scale);
-                    put(scaling.scale_inv, 1.0 / scale);
-                    raise_amax(scaling.amax, &found.amax[at]);
-                    factors.write[at] = scale;
+                Scaled::Factor | Scaled::State => {
+                    factors.write[at] = put_factor(variant.scaled(role) == Scaled::State, scaling, found, role);
                 }
             }
         }
+    }
+}
+
+/// Puts the numbers that scale a state with these values where stock keeps them, an fp8 `state` or an fp16 one; returns
+/// what its values are multiplied by when written.
+///
+/// # Safety
+/// The scaling addresses must be those of one fp32 element each.
+pub unsafe fn put_factor(state: bool, scaling: &Scaling, found: &Found, role: Role) -> f32 {
+    let absmax = f32::from_bits(found.absmax[role as usize].load(Ordering::Relaxed));
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !state {
+            let factor = new_factor(absmax, FP16_RANGE);
+            put(scaling.factor, factor);
+            return if factor > 0.0 { 1.0 / factor } else { 0.0 };
+        }
+        let factor = new_factor(absmax, FP8_RANGE);
+        let scale = 1.0 / if factor == 0.0 { SMALLEST } else { factor };
+        put(scaling.factor, factor);
+        put(scaling.scale, scale);
+        put(scaling.scale_inv, 1.0 / scale);
+        raise_amax(scaling.amax, &found.amax[role as usize]);
+        scale
     }
 }
 
@@ -121,7 +133,11 @@ unsafe fn raise_amax(address: u64, found: &AtomicU32) {
     unsafe { put(address, get(address).max(found)) };
 }
 
-unsafe fn get(address: u64) -> f32 {
+/// An fp32 number.
+///
+/// # Safety
+/// One must be there.
+pub unsafe fn get(address: u64) -> f32 {
     // SAFETY: the caller's promise.
     unsafe { *(address as *const f32) }
 }

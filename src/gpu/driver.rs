@@ -1,4 +1,4 @@
-//! UNSAFE: contexts, modules and launches through the CUDA driver, found at run time. Knows nothing of Adam.
+//! UNSAFE: contexts, modules, copies and launches through the CUDA driver, found at run time. Knows nothing of Adam.
 //! Invariant: everything runs in the primary context of its device, the one torch uses.
 
 use std::ffi::{CString, c_void};
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use cudarc::driver::{result, sys};
 
 /// A device and its primary context.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Gpu {
     context: sys::CUcontext,
     /// Compute capability, 90 for sm_90.
@@ -25,6 +25,20 @@ pub struct Function(sys::CUfunction);
 
 // SAFETY: a function handle may be used from any thread.
 unsafe impl Send for Function {}
+
+/// A mark in streams.
+#[derive(Debug)]
+pub struct Event(sys::CUevent);
+
+// SAFETY: an event handle may be used from any thread.
+unsafe impl Send for Event {}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: the handle is live and dropped once; the driver keeps what streams still need of it.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}
 
 /// A stream of the caller's, as torch gives it.
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +91,72 @@ impl Gpu {
         self.within(|| unsafe {
             result::memset_d8_async(address, 0, bytes, stream.0 as sys::CUstream).context("memory was not cleared")
         })
+    }
+
+    /// Copies host memory to the device, in the stream's order.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `host` must stay valid and unchanged until the stream has passed this copy; those at `device`
+    /// must be valid on `stream` at that point.
+    pub unsafe fn copy_in(&self, device: u64, host: u64, bytes: usize, stream: Stream) -> Result<()> {
+        self.within(|| {
+            // SAFETY: the caller's promise.
+            let host = unsafe { std::slice::from_raw_parts(host as *const u8, bytes) };
+            // SAFETY: the caller's promise.
+            unsafe { result::memcpy_htod_async(device, host, stream.0 as sys::CUstream) }
+                .context("a copy to the device failed")
+        })
+    }
+
+    /// Copies device memory to the host, in the stream's order.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `host` must stay valid and untouched until the stream has passed this copy; those at `device`
+    /// must be valid on `stream` at that point.
+    pub unsafe fn copy_out(&self, host: u64, device: u64, bytes: usize, stream: Stream) -> Result<()> {
+        self.within(|| {
+            // SAFETY: the caller's promise.
+            unsafe { sys::cuMemcpyDtoHAsync_v2(host as *mut c_void, device, bytes, stream.0 as sys::CUstream) }
+                .result()
+                .context("a copy from the device failed")
+        })
+    }
+
+    /// Whether host memory is page-locked, so that the device reads it while the host does other things.
+    pub fn is_pinned(&self, host: u64) -> bool {
+        let mut kind: u32 = 0;
+        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let known = self.within(|| {
+            let out = (&raw mut kind).cast();
+            // SAFETY: the driver looks the address up and does not follow it; the result is an unsigned int.
+            Ok(unsafe { sys::cuPointerGetAttribute(out, attribute, host) } == sys::CUresult::CUDA_SUCCESS)
+        });
+        matches!(known, Ok(true)) && kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32
+    }
+
+    /// A mark in streams, not yet made.
+    pub fn event(&self) -> Result<Event> {
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        self.within(|| result::event::create(flags).context("no event could be made")).map(Event)
+    }
+
+    /// Marks how far a stream has come.
+    pub fn mark(&self, event: &Event, stream: Stream) -> Result<()> {
+        // SAFETY: both handles are live.
+        self.within(|| unsafe { result::event::record(event.0, stream.0 as sys::CUstream) }.context("an event failed"))
+    }
+
+    /// Waits until a stream has come as far as it was when last marked; at once if it never was.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        // SAFETY: the handle is live.
+        self.within(|| unsafe { result::event::synchronize(event.0) }.context("the device failed while copying"))
+    }
+
+    /// Waits for everything in a stream.
+    pub fn finish(&self, stream: Stream) -> Result<()> {
+        let stream = stream.0 as sys::CUstream;
+        // SAFETY: the handle is torch's.
+        self.within(|| unsafe { result::stream::synchronize(stream) }.context("the device failed while copying"))
     }
 
     /// Launches `blocks` blocks of `threads` threads with one parameter.

@@ -1,4 +1,5 @@
-//! The Adam kernels: their sources, options, compiled forms and whether they were shown equal to stock's.
+//! The kernels, Adam's and those that copy between storages: their sources, options, compiled forms, and which were
+//! shown equal to stock's.
 //! Invariant: a kernel is compiled and loaded once per device, variant and capacity.
 
 use std::collections::HashMap;
@@ -8,15 +9,19 @@ use anyhow::{Result, bail};
 use crate::gpu::cache::Cache;
 use crate::gpu::driver::{Function, Gpu, Stream};
 use crate::gpu::nvrtc::{self, Compiled, File};
+use crate::loader::Cast;
 use crate::options::Header;
 use crate::plan::column::{Master, Role, Variant};
 use crate::plan::operands::Scaled;
 use crate::plan::table::{CHUNK, Table, capacity};
+use crate::tensor::Dtype;
 
-const SOURCE: File = ("adam.cu", include_str!("../../kernels/adam.cu"));
-const HEADERS: [File; 5] = [
+const ADAM: File = ("adam.cu", include_str!("../../kernels/adam.cu"));
+const CAST: File = ("cast.cu", include_str!("../../kernels/cast.cu"));
+const HEADERS: [File; 6] = [
     ("access.cuh", include_str!("../../kernels/access.cuh")),
     ("arithmetic.cuh", include_str!("../../kernels/arithmetic.cuh")),
+    ("chunk.cuh", include_str!("../../kernels/chunk.cuh")),
     ("convert.cuh", include_str!("../../kernels/convert.cuh")),
     ("launch.cuh", include_str!("../../kernels/launch.cuh")),
     ("scaling.cuh", include_str!("../../kernels/scaling.cuh")),
@@ -38,7 +43,7 @@ const THREADS: u32 = 256;
 
 /// Options that compile one kernel.
 pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<String> {
-    let name = |dtype: crate::tensor::Dtype| dtype.kernel_name().unwrap_or("unsupported");
+    let name = |dtype: Dtype| dtype.kernel_name().unwrap_or("unsupported");
     let master = match variant.master {
         Master::None => 0,
         Master::F32 => 1,
@@ -54,10 +59,8 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
     };
     // The fastest of benches/tune.py on an H200, together with THREADS and CHUNK.
     let (vector, unroll) = (4, 2);
-    vec![
-        format!("--gpu-architecture=sm_{arch}"),
-        "--std=c++17".to_owned(),
-        "--ptxas-options=-v".to_owned(),
+    let mut options = common(arch, capacity(parameter_bytes, variant.operands()), vector, unroll);
+    options.extend([
         format!("-DGRAD={}", name(variant.grad)),
         format!("-DPARAM={}", name(variant.param)),
         format!("-DEXP_AVG={}", name(variant.exp_avg)),
@@ -67,7 +70,36 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
         format!("-DEXP_AVG_SCALING={}", scaling(Role::ExpAvg)),
         format!("-DEXP_AVG_SQ_SCALING={}", scaling(Role::ExpAvgSq)),
         format!("-DCAPTURABLE={}", u8::from(variant.capturable)),
-        format!("-DCAPACITY={}", capacity(parameter_bytes, variant.operands())),
+    ]);
+    options
+}
+
+/// Options that compile one kernel that copies.
+pub fn cast_options(cast: Cast, parameter_bytes: usize, arch: i32) -> Vec<String> {
+    let name = |dtype: Dtype| if dtype == Dtype::I16 { "I16" } else { dtype.kernel_name().unwrap_or("unsupported") };
+    let write = match cast.write {
+        Scaled::No | Scaled::Param => 0,
+        Scaled::Factor => 1,
+        Scaled::State => 2,
+    };
+    // A whole chunk is in flight at once.
+    let (vector, unroll) = (4, 4);
+    let mut options = common(arch, capacity(parameter_bytes, cast.operands()), vector, unroll);
+    options.extend([
+        format!("-DSOURCE={}", name(cast.source)),
+        format!("-DTARGET={}", name(cast.target)),
+        format!("-DSOURCE_SCALING={}", u8::from(cast.read)),
+        format!("-DTARGET_SCALING={write}"),
+    ]);
+    options
+}
+
+fn common(arch: i32, capacity: usize, vector: u32, unroll: u32) -> Vec<String> {
+    vec![
+        format!("--gpu-architecture=sm_{arch}"),
+        "--std=c++17".to_owned(),
+        "--ptxas-options=-v".to_owned(),
+        format!("-DCAPACITY={capacity}"),
         format!("-DTHREADS={THREADS}"),
         format!("-DVECTOR={vector}"),
         format!("-DUNROLL={unroll}"),
@@ -75,9 +107,14 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
     ]
 }
 
-/// Compiles a kernel without a device.
+/// Compiles an Adam kernel without a device.
 pub fn compile(options: &[String]) -> Result<Compiled> {
-    nvrtc::compile(SOURCE, &HEADERS, options)
+    nvrtc::compile(ADAM, &HEADERS, options)
+}
+
+/// Compiles a kernel that copies without a device.
+pub fn compile_cast(options: &[String]) -> Result<Compiled> {
+    nvrtc::compile(CAST, &HEADERS, options)
 }
 
 /// What is known of a variant's arithmetic on a device.
@@ -89,10 +126,11 @@ pub enum Proof {
     Unusable(String),
 }
 
-/// The functions of one variant.
+/// The functions of one variant or cast.
 #[derive(Clone, Copy)]
 struct Loaded {
-    update: Function,
+    /// The pass that writes.
+    write: Function,
     /// The pass before it, over states that are scaled.
     absmax: Option<Function>,
 }
@@ -104,6 +142,7 @@ pub struct Kernels {
     compiler: String,
     parameter_bytes: usize,
     loaded: HashMap<(Variant, usize), Loaded>,
+    casts: HashMap<(Cast, usize), Loaded>,
     proofs: HashMap<Variant, Proof>,
     parameter: Vec<u64>,
 }
@@ -123,6 +162,7 @@ impl Kernels {
             compiler: format!("NVRTC {major}.{minor}"),
             parameter_bytes: if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS },
             loaded: HashMap::new(),
+            casts: HashMap::new(),
             proofs: HashMap::new(),
             parameter: Vec::new(),
         })
@@ -170,27 +210,70 @@ impl Kernels {
             unsafe { self.gpu.clear(header.found, FOUND_BYTES * table.len(), stream) }?;
             launch(absmax)?;
         }
-        launch(loaded.update)?;
+        launch(loaded.write)?;
         Ok(1 + u64::from(loaded.absmax.is_some()))
     }
 
-    /// The kernel for a table: the smallest parameter that holds it, since the driver copies all of it.
+    /// Compiles and loads what a cast takes, so that no launch of it can fail for want of it.
+    pub fn prepare_cast(&mut self, cast: Cast) -> Result<()> {
+        [SMALL_PARAMETERS, self.parameter_bytes]
+            .into_iter()
+            .try_for_each(|bytes| self.cast_function(cast, bytes).map(|_| ()))
+    }
+
+    /// Runs one pass of a cast over a table: the one that finds the largest magnitudes, or the one that writes.
+    ///
+    /// # Safety
+    /// Every address in the table is that of `numel` elements of the cast's types or, for scaling, of one element,
+    /// valid on `stream`.
+    pub unsafe fn cast(&mut self, cast: Cast, table: &Table, absmax: bool, stream: Stream) -> Result<()> {
+        let bytes = Kernels::smallest(table.len(), cast.operands());
+        let loaded = self.cast_function(cast, bytes)?;
+        let Some(function) = (if absmax { loaded.absmax } else { Some(loaded.write) }) else { return Ok(()) };
+        table.write_parameter(&Header::default(), capacity(bytes, cast.operands()), &mut self.parameter);
+        // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
+        unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
+    }
+
+    /// The device.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// The smallest parameter that holds a table, since the driver copies all of it.
+    fn smallest(tensors: usize, operands: usize) -> usize {
+        if tensors <= capacity(SMALL_PARAMETERS, operands) { SMALL_PARAMETERS } else { LARGE_PARAMETERS }
+    }
+
     fn function(&mut self, variant: Variant, table: &Table) -> Result<(Loaded, usize)> {
-        let small = table.len() <= capacity(SMALL_PARAMETERS, variant.operands());
-        let bytes = if small { SMALL_PARAMETERS } else { LARGE_PARAMETERS };
+        let bytes = Kernels::smallest(table.len(), variant.operands());
         if let Some(&loaded) = self.loaded.get(&(variant, bytes)) {
             return Ok((loaded, bytes));
         }
-        let options = options(variant, bytes, self.gpu.arch);
-        let mut key = vec![self.compiler.as_bytes(), SOURCE.1.as_bytes()];
-        key.extend(HEADERS.iter().map(|file| file.1.as_bytes()));
-        key.extend(options.iter().map(|option| option.as_bytes()));
-        let cubin = self.cache.get_or(&key, || compile(&options).map(|compiled| compiled.cubin))?;
         let names = if variant.two_passes() { &["adam", "adam_absmax"][..] } else { &["adam"] };
-        let functions = self.gpu.load(&cubin, names)?;
-        let loaded = Loaded { update: functions[0], absmax: functions.get(1).copied() };
+        let loaded = self.build(ADAM, &options(variant, bytes, self.gpu.arch), names)?;
         self.loaded.insert((variant, bytes), loaded);
         Ok((loaded, bytes))
+    }
+
+    fn cast_function(&mut self, cast: Cast, bytes: usize) -> Result<Loaded> {
+        if let Some(&loaded) = self.casts.get(&(cast, bytes)) {
+            return Ok(loaded);
+        }
+        let names = if cast.two_passes() { &["cast", "cast_absmax"][..] } else { &["cast"] };
+        let loaded = self.build(CAST, &cast_options(cast, bytes, self.gpu.arch), names)?;
+        self.casts.insert((cast, bytes), loaded);
+        Ok(loaded)
+    }
+
+    /// Functions of these names, the one that writes first, from the disk or compiled.
+    fn build(&self, source: File, options: &[String], names: &[&str]) -> Result<Loaded> {
+        let mut key = vec![self.compiler.as_bytes(), source.1.as_bytes()];
+        key.extend(HEADERS.iter().map(|file| file.1.as_bytes()));
+        key.extend(options.iter().map(|option| option.as_bytes()));
+        let compile = || nvrtc::compile(source, &HEADERS, options).map(|compiled| compiled.cubin);
+        let functions = self.gpu.load(&self.cache.get_or(&key, compile)?, names)?;
+        Ok(Loaded { write: functions[0], absmax: functions.get(1).copied() })
     }
 }
 
@@ -211,7 +294,8 @@ pub fn all_variants() -> Vec<Variant> {
                     for exp_avg_sq in [F32, F16, BF16, E4M3] {
                         let variant = Variant { grad, param, exp_avg, exp_avg_sq, master, capturable: false };
                         variants.push(variant);
-                        // Transformer Engine's capturable kernels take fp32 or bf16 moments, both alike, and fp32 masters.
+                        // Transformer Engine's capturable kernels take fp32 or bf16 moments, both alike, and fp32
+                        // masters.
                         let moments = exp_avg == exp_avg_sq && matches!(exp_avg, F32 | BF16);
                         let value = matches!(param, F32 | F16 | BF16) && matches!(master, Master::None | Master::F32);
                         if moments && value {

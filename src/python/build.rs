@@ -1,9 +1,11 @@
 //! Compiling kernels without a device, for tests and for the curious.
 
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 
 use crate::gpu::cache::Cache;
 use crate::gpu::kernels::{self, LARGE_PARAMETERS, SMALL_PARAMETERS};
+use crate::loader::Cast;
 use crate::python::device::{OwnedNames, VariantNames, variant_from, variant_names};
 
 /// Every combination of storage types that has a kernel: (gradient, parameter, exp_avg, exp_avg_sq, master, mode).
@@ -19,6 +21,26 @@ pub fn compile_kernel(py: Python<'_>, variant: OwnedNames, arch: i32, large: boo
     let bytes = if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS };
     let options = kernels::options(variant_from(variant)?, bytes, arch);
     let compiled = py.detach(|| kernels::compile(&options))?;
+    Ok((compiled.cubin, compiled.log))
+}
+
+/// A cast as Python sees it: (source, target, whether the source is scaled, whether the target is).
+pub type CastNames = (&'static str, &'static str, bool, bool);
+
+/// Every copy between storages that has a kernel: (source, target, whether the source is scaled, whether the target is).
+#[pyfunction]
+pub fn kernel_casts() -> Vec<CastNames> {
+    let names = |cast: Cast| (cast.source.torch_name(), cast.target.torch_name(), cast.read, cast.two_passes());
+    Cast::all().into_iter().map(names).collect()
+}
+
+/// As `compile_kernel`, the kernel of the cast at this index of `kernel_casts()`. IndexError if there is none.
+#[pyfunction]
+pub fn compile_cast(py: Python<'_>, index: usize, arch: i32, large: bool) -> PyResult<(Vec<u8>, String)> {
+    let bytes = if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS };
+    let all = Cast::all();
+    let cast = *all.get(index).ok_or_else(|| PyIndexError::new_err(format!("there is no cast {index}")))?;
+    let compiled = py.detach(|| kernels::compile_cast(&kernels::cast_options(cast, bytes, arch)))?;
     Ok((compiled.cubin, compiled.log))
 }
 

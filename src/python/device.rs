@@ -1,36 +1,18 @@
-//! Where buckets run: the process's kernels per device, and what is known of them.
+//! Where buckets run: readiness of their kernels, their scratch memory, their launches.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-use anyhow::{Result, anyhow};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::cpu;
 use crate::gpu::driver::Stream;
-use crate::gpu::kernels::{FOUND_BYTES, Kernels, Proof};
+use crate::gpu::kernels::{FOUND_BYTES, Proof};
+use crate::gpu::registry::{registry, with_kernels};
 use crate::options::Header;
 use crate::plan::column::{Master, Variant};
 use crate::plan::{Bucket, GroupPlan};
 use crate::python::reader::{Reader, Torch};
 use crate::tensor::{Device, Dtype};
-
-/// Kernels of each CUDA device, or why it has none. A failure is remembered: a missing library does not appear later.
-static KERNELS: Mutex<Option<HashMap<u16, Result<Kernels, String>>>> = Mutex::new(None);
-
-fn registry() -> MutexGuard<'static, Option<HashMap<u16, Result<Kernels, String>>>> {
-    // A panic between two lookups leaves a map that is whole.
-    KERNELS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn with_kernels<T>(device: u16, action: impl FnOnce(&mut Kernels) -> Result<T>) -> Result<T> {
-    let mut registry = registry();
-    let entry = registry.get_or_insert_default().entry(device);
-    let kernels = entry.or_insert_with(|| Kernels::new(device).map_err(|error| format!("{error:#}")));
-    action(kernels.as_mut().map_err(|reason| anyhow!(reason.clone()))?)
-}
 
 /// Bytes of kernel parameters a launch on a device may use.
 pub fn parameter_bytes(device: Device) -> usize {

@@ -1,14 +1,18 @@
 //! What Python sees: the module `te_patches._core`. Reads Python objects into plain data (`reader`), turns faults into
-//! exceptions (`faults`) and drives plan and kernels (`step`).
+//! exceptions (`faults`) and drives plan and kernels (`step`) and
+//! loader (`load`, `save`).
 
 mod build;
 mod device;
 mod faults;
 mod group;
 mod lists;
+mod load;
+mod moves;
 mod options;
 mod prefetch;
 mod reader;
+mod save;
 mod shim;
 mod step;
 
@@ -17,11 +21,15 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::build::{compile_kernel, kernel_cache, kernel_variants};
+    use super::build::{compile_cast, compile_kernel, kernel_cache, kernel_casts, kernel_variants};
     #[pymodule_export]
     use super::device::{proofs, record_proof};
     #[pymodule_export]
     use super::lists::{adam_reference, multi_tensor_adam, multi_tensor_adam_capturable};
+    #[pymodule_export]
+    use super::load::Load;
+    #[pymodule_export]
+    use super::save::save_states;
     #[pymodule_export]
     use super::step::Plan;
 }

@@ -81,7 +81,7 @@ pub struct Torch {
     exchange: Option<Exchange>,
     shim: Option<Shim>,
     tensor: Py<PyType>,
-    dtypes: [(Py<PyAny>, Dtype); 8],
+    dtypes: [(Py<PyAny>, Dtype); 9],
     plain_dispatch: Py<PyAny>,
     current_raw_stream: Py<PyAny>,
     disable_torch_function: Py<PyAny>,
@@ -133,6 +133,7 @@ impl Torch {
                 dtype("uint8", Dtype::U8)?,
                 dtype("float8_e4m3fn", Dtype::E4M3)?,
                 dtype("float8_e5m2", Dtype::E5M2)?,
+                dtype("float64", Dtype::F64)?,
             ],
             plain_dispatch: native.getattr("_disabled_torch_dispatch_impl")?.unbind(),
             current_raw_stream,
@@ -167,7 +168,18 @@ impl Exchange {
 fn probes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
     let torch = py.import("torch")?;
     let mut probes = Vec::new();
-    for name in ["float32", "float16", "bfloat16", "int16", "int32", "uint8", "float8_e4m3fn", "float8_e5m2", "int64"] {
+    for name in [
+        "float32",
+        "float16",
+        "bfloat16",
+        "int16",
+        "int32",
+        "uint8",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float64",
+        "int64",
+    ] {
         let arguments = PyDict::new(py);
         arguments.set_item("dtype", torch.getattr(name)?)?;
         arguments.set_item("device", "cpu")?;
@@ -201,6 +213,7 @@ fn view_by_exchange(exchange: &Exchange, tensor: &Bound<'_, PyAny>) -> PyResult<
         };
         let dtype = match (u32::from(out.dtype.code), out.dtype.bits, out.dtype.lanes) {
             (DLDataTypeCode::kDLFloat, 32, 1) => Dtype::F32,
+            (DLDataTypeCode::kDLFloat, 64, 1) => Dtype::F64,
             (DLDataTypeCode::kDLFloat, 16, 1) => Dtype::F16,
             (DLDataTypeCode::kDLBfloat, 16, 1) => Dtype::BF16,
             (DLDataTypeCode::kDLInt, 16, 1) => Dtype::I16,
@@ -351,6 +364,16 @@ impl<'py> Reader<'py> {
         }
     }
 
+    /// Our name of a `torch.dtype`.
+    pub fn dtype(&self, dtype: &Bound<'py, PyAny>) -> Dtype {
+        self.torch.dtype(dtype)
+    }
+
+    /// Whether an object is a torch.Tensor.
+    pub fn is_tensor(&self, object: &Bound<'py, PyAny>) -> PyResult<bool> {
+        object.is_instance(self.torch.tensor.bind(self.py))
+    }
+
     /// How to read a tensor.
     pub fn kind(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Kind> {
         let at = self.class(tensor)?;
@@ -404,6 +427,14 @@ impl<'py> Reader<'py> {
             self.check_storage(tensor)?;
         }
         Ok(view)
+    }
+
+    /// As `view`, of a tensor whose elements are not needed: its storage may have been released.
+    pub fn shape_view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
+        match self.torch.shim.as_ref().and_then(|shim| shim.view(tensor)) {
+            Some(view) => Ok(view),
+            None => self.view_by_attributes(tensor),
+        }
     }
 
     /// For torch before 2.10.
@@ -508,6 +539,12 @@ impl<'py> Reader<'py> {
         }
         Ok(())
     }
+}
+
+/// How many references to an object there are.
+pub fn references(object: &Bound<'_, PyAny>) -> isize {
+    // SAFETY: the object is live.
+    unsafe { c::Py_REFCNT(object.as_ptr()) }
 }
 
 /// The values of a parameter's state under these names, which usually are its keys in this order.

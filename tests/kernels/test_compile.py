@@ -18,6 +18,14 @@ def nvrtc():
     _nvrtc.preload()
 
 
+def assert_no_spills(compiled, what):
+    cubin, log = compiled
+    assert cubin[:4] == b"\x7fELF"
+    usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert usage, log
+    assert set(usage) == {("0", "0", "0")}, f"{what}: {usage}"
+
+
 def chosen(arch):
     """(kernel, large): all that move their states once, for sm_90 at both sizes of their parameter. Of scaled ones each
     combination of parameter, moments and master, with a gradient type that differs from architecture to architecture;
@@ -42,15 +50,22 @@ def test_every_variant_compiles_without_spills(arch):
 
     def check(row):
         variant, large = row
-        cubin, log = _core.compile_kernel(variant, arch, large)
-        assert cubin[:4] == b"\x7fELF"
-        usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-        assert usage, log
-        assert set(usage) == {("0", "0", "0")}, f"{variant} for sm_{arch}: {usage}"
+        assert_no_spills(_core.compile_kernel(variant, arch, large), f"{variant} for sm_{arch}")
 
     # NVRTC compiles without the interpreter's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(check, chosen(arch)))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_cast_compiles_without_spills(arch):
+    casts = _core.kernel_casts()
+    assert len(set(casts)) == len(casts)
+    for index, cast in enumerate(casts):
+        for large in (False, True):
+            assert_no_spills(_core.compile_cast(index, arch, large), f"{cast} for sm_{arch}")
+    with pytest.raises(IndexError):
+        _core.compile_cast(len(casts), arch, False)
 
 
 def test_an_unknown_architecture_is_an_error_with_the_compilers_words():
