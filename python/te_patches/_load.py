@@ -79,7 +79,11 @@ class _Loading:
                 load.place(state, scales)
             self.scales, self.fresh = scales, len(fresh)
             self.native = _is_ready(load)
-        return {**hooked, "state": load.foreign(), "param_groups": groups}
+        foreign = load.foreign()
+        if not foreign:
+            # torch copies the groups deeply; without states it only counts their parameters.
+            groups = [{**group, "params": range(len(group["params"]))} for group in groups]
+        return {**hooked, "state": foreign, "param_groups": groups}
 
     def commit(self, optimizer: Any) -> None:
         """Writes the states into an optimizer whose groups torch has just replaced."""
@@ -90,13 +94,14 @@ class _Loading:
         if self.native:
             if self.held:
                 _warn_held()
+            # First, so that the device works while the rest is done.
+            with shown(host_bytes, self.switch.progress) as progress:
+                load.write(progress)
+            for index, source, target in load.staged():
+                load.write_one(index, _stand_in(source, target))
             optimizer.state.update(load.states())
             for param, scales in self.scales.items():
                 optimizer._scales.setdefault(param, {}).update(scales)
-            for index, source, target, param in load.staged():
-                load.write_one(index, _stand_in(source, target, param))
-            with shown(host_bytes, self.switch.progress) as progress:
-                load.write(progress)
             done = {"states": count, "in_place": count - self.fresh - same, "same": same, "fresh": self.fresh}
         else:
             _write_by_stock(optimizer, load)
@@ -137,7 +142,7 @@ def _is_ready(load: _core.Load) -> bool:
     return True
 
 
-def _stand_in(source: Any, target: Any, param: Any) -> Any:
+def _stand_in(source: Any, target: Any) -> Any:
     """`source` as a plain tensor of the target's layout and device, fp32 unless it is a remainder."""
     import torch
 

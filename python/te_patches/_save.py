@@ -43,8 +43,8 @@ def state_dict_cpu(optimizer: Any, *, progress: bool | None = None) -> dict[str,
         param = by_id[key]
         states[key] = {}
         for name, state in values.items():
-            local = getattr(state, "_local_tensor", state).detach()
-            inner = getattr(local, "_data", local)
+            local = getattr(state, "_local_tensor", state)
+            inner = getattr(local, "_data", local).detach()
             if not _is_dense(inner):
                 local = inner = inner.contiguous()
             dtype = torch.int16 if local.dtype == torch.int16 else torch.float32

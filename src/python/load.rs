@@ -82,8 +82,8 @@ impl Entry {
     }
 }
 
-/// (index, source, the tensor that holds the target's elements, parameter)
-type Staged<'py> = (usize, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+/// (index, source, the tensor that holds the target's elements)
+type Staged<'py> = (usize, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// (parameter, name, the saved tensor, whether it is a remainder)
 type Source<'py> = (Bound<'py, PyAny>, Bound<'py, PyString>, Bound<'py, PyAny>, bool);
 
@@ -120,17 +120,22 @@ impl Load {
         let storages = optimizer.getattr(intern!(py, "name_to_dtype_map"))?;
         let remainders: bool = optimizer.getattr(intern!(py, "store_param_remainders"))?.is_truthy()?;
         let mut load = Load { entries: Vec::new(), params: Vec::new(), foreign: PyDict::new(py).unbind(), held: false };
+        // Memory of parameters, which no load may touch.
+        let (mut fixed, mut seen) = (Vec::with_capacity(params.len()), vec![false; params.len()]);
         for (id, values) in states.iter() {
             let Some(index) = index_of.get_item(&id)? else {
                 load.foreign.bind(py).set_item(id, values)?;
                 continue;
             };
-            let (param, place) = &params[index.extract::<usize>()?];
+            let index: usize = index.extract()?;
+            let (param, place) = &params[index];
             let values = values.cast_into::<PyDict>().map_err(|_| {
                 PyTypeError::new_err(format!("FusedAdam: the saved state of {} is no dict", name_of(*place, param)))
             })?;
             load.params.push(param.clone().unbind());
             let (shard, sharded, nominal) = shard_of(&mut reader, param, *place)?;
+            seen[index] = true;
+            fixed.extend(Extent::of(&shard));
             for (name, value) in values.iter() {
                 if value.is_none() {
                     continue;
@@ -164,7 +169,12 @@ impl Load {
             }
         }
         if reuse {
-            load.find_targets(&mut reader, optimizer, &params)?;
+            for (index, (param, place)) in params.iter().enumerate() {
+                if !seen[index] {
+                    fixed.extend(Extent::of(&shard_of(&mut reader, param, *place)?.0));
+                }
+            }
+            load.find_targets(&mut reader, optimizer, &fixed)?;
         }
         Ok(load)
     }
@@ -227,8 +237,7 @@ impl Load {
         written.filter_map(|entry| entry.target.as_ref()).map(|target| target.inner.bind(py).clone()).next()
     }
 
-    /// Sources that torch has to make plain tensors of: (index, source, the tensor that holds the target's elements,
-    /// parameter).
+    /// Sources that torch has to make plain tensors of: (index, source, the tensor that holds the target's elements).
     fn staged<'py>(&self, py: Python<'py>) -> Vec<Staged<'py>> {
         let mut staged = Vec::new();
         for (index, entry) in self.entries.iter().enumerate() {
@@ -238,7 +247,7 @@ impl Load {
                 && entry.direct(&target.view).is_none()
             {
                 let bind = |object: &Py<PyAny>| object.bind(py).clone();
-                staged.push((index, bind(&entry.source), bind(&target.inner), bind(&entry.param)));
+                staged.push((index, bind(&entry.source), bind(&target.inner)));
             }
         }
         staged
@@ -324,7 +333,7 @@ impl Load {
         &mut self,
         reader: &mut Reader<'py>,
         optimizer: &Bound<'py, PyAny>,
-        params: &[(Bound<'py, PyAny>, Place)],
+        fixed: &[Extent],
     ) -> PyResult<()> {
         let py = optimizer.py();
         let mut walk = StateWalk::new(optimizer.getattr(intern!(py, "state"))?.cast_into::<PyDict>()?);
@@ -353,16 +362,7 @@ impl Load {
         let buffers: Vec<_> = self.entries.iter().map(target).collect();
         let sources: Vec<_> =
             self.entries.iter().map(|entry| entry.source_extent(reader, py)).collect::<PyResult<_>>()?;
-        let mut fixed = Vec::with_capacity(params.len());
-        for (param, _) in params {
-            let (local, _, inner) = reader.local(param.clone())?;
-            if inner == Kind::Plain
-                && let Ok(view) = reader.view(&local)
-            {
-                fixed.extend(Extent::of(&view));
-            }
-        }
-        for (at, overlaps) in shared(&buffers, &sources, &fixed).into_iter().enumerate() {
+        for (at, overlaps) in shared(&buffers, &sources, fixed).into_iter().enumerate() {
             let entry = &mut self.entries[at];
             if overlaps {
                 entry.target = None;
@@ -388,7 +388,7 @@ impl Entry {
         let py = param.py();
         let name = self.name.bind(py).clone();
         let what = |found: &str| format!("FusedAdam: the saved {name} of {} {found}", name_of(self.place, param));
-        if !reader.is_tensor(&value)? {
+        if reader.kind(&value)? == Kind::Wrapped && !reader.is_tensor(&value)? {
             return Err(PyTypeError::new_err(what(&format!("is a {}, no tensor", value.get_type()))));
         }
         let (local, kind, inner) = reader.local(value.clone())?;

@@ -9,7 +9,7 @@ import logging
 import pytest
 import te_patches
 import torch
-from storages import addresses, assert_unchanged, every_storage, goes_on, load, snapshot, trained
+from storages import addresses, assert_unchanged, goes_on, load, snapshot, trained
 from twin import DEVICE, assert_same, bits
 
 BOTH = pytest.mark.parametrize("storage", ["remainder", "fp16-moments"])
@@ -198,7 +198,7 @@ def test_instances_that_write_states_their_own_way_are_heeded():
     goes_on(twin)
 
 
-@every_storage
+@BOTH
 def test_an_optimizer_copied_or_pickled_fails_as_stock_does(storage):
     te_patches.apply()
     twin = trained(storage)

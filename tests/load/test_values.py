@@ -38,7 +38,8 @@ def check_values(storage, source):
     assert addresses(twin.mine) == before
     goes_on(twin)
     for key, values in kept["state"].items():
-        assert_same([saved["state"][key][name] for name in values], list(values.values()), "the caller's tensor")
+        for name, value in values.items():
+            assert_same([saved["state"][key][name]], [value], "the caller's tensor")
     assert te_patches.report(twin.mine)["load"]["fresh"] == 0
 
 
