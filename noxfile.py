@@ -13,6 +13,8 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = "torch==2.11.0"
 # What Transformer Engine's Python files import beside torch.
 TE_NEEDS = ["pydantic", "packaging", "importlib-metadata"]
+# Each makes, reads and writes states in a way of its own.
+LOADED = ("2.15.0", "2.11.0", "2.8.0")
 RELEASES = ("2.20.2", "2.19.0", "2.18.0", "2.17.1", "2.15.0", "2.13.0", "2.11.0", "2.8.0")
 
 
@@ -57,6 +59,7 @@ def tests(session: nox.Session) -> None:
     for release in RELEASES:
         # The kernels and the documentation are the same for every release.
         folders = ["tests"] if release == RELEASES[0] else ["tests/parity", "tests/api"]
+        folders += ["tests/load"] if release in LOADED else []
         session.run(
             "python", "-m", "pytest", "-q", "-n", "auto", *folders, *session.posargs, env={"TE_RELEASE": release}
         )

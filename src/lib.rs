@@ -3,7 +3,8 @@
 //! Layers, lower ones know nothing of higher ones:
 //! `tensor`, `options` (plain data) → `plan` (which launches a step makes), `loader` (which copies a load makes) → `cpu`,
 //! `gpu` (running them) → `python` (reading Python objects, the classes that Python sees).
-//! `unsafe` lives in `cpu::kernels` (slices at tensors' addresses), `gpu::{nvrtc, driver}` (foreign calls) and
+//! `unsafe` lives in `cpu::{kernels, scaling, casts}` (elements at tensors' addresses), `gpu::{nvrtc, driver, ring}` (foreign
+//! calls, copies) and
 //! `python::reader` (Python objects).
 
 pub mod cpu;

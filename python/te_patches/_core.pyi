@@ -87,7 +87,7 @@ class Load:
         """One tensor that will be written in place, if there is one."""
 
     def staged(self) -> list[tuple[int, Any, Any]]:
-        """Sources that torch has to make plain tensors of: (index, source, tensor that holds the elements of the target)."""
+        """Sources that torch has to make plain tensors of: (index, source, tensor that holds the target's elements)."""
 
     def write_one(self, index: int, source: Any) -> None:
         """Writes one state from the plain tensor made of its source, on the target's device in its layout."""

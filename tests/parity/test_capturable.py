@@ -6,6 +6,7 @@ import pytest
 import te_patches
 import torch
 from options import Combination
+from te_patches import _releases
 from twin import DEVICE, Twin, assert_same, drive_overflows
 
 BF16 = Combination(torch.bfloat16, torch.bfloat16, "float32", torch.float32, capturable=True)
@@ -85,7 +86,8 @@ def test_gpu_graph_replays_equal_eager_stock(combination):
 @pytest.mark.gpu
 def test_gpu_a_capture_before_any_eager_step_of_ours_is_right():
     """States exist, but this kernel was not compared with stock yet: a capture must neither fail nor differ."""
-    combination = Combination(torch.bfloat16, torch.bfloat16, "float32", torch.bfloat16, capturable=True)
+    moments = torch.bfloat16 if _releases.probe(_releases.import_fused_adam()).bf16_moments_in_kernel else torch.float32
+    combination = Combination(torch.bfloat16, torch.bfloat16, "float32", moments, capturable=True)
     twin = Twin(combination)
     twin.fill_gradients()
     for optimizer in twin.optimizers:

@@ -88,9 +88,11 @@ def test_many_tensors_and_groups_equal_stock():
 
 @pytest.mark.gpu
 def test_gpu_twenty_one_thousand_tensors_equal_stock():
+    """Releases before 2.20 do not slice their lists: there the reference itself runs out of handles beyond 13,000."""
     te_patches.apply()
+    slices = hasattr(_releases.import_fused_adam(), "_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL")
     combination = options.Combination(torch.bfloat16, torch.bfloat16, "remainder", torch.float32)
-    twin = Twin(combination, shapes=[((1,), 0)] * 21_000, groups=1)
+    twin = Twin(combination, shapes=[((1,), 0)] * (21_000 if slices else 10_000), groups=1)
     for _ in range(2):
         twin.fill_gradients()
         twin.step()
