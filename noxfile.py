@@ -58,7 +58,7 @@ def tests(session: nox.Session) -> None:
     session.run("python", "tests/te_release.py", *RELEASES, silent=True)
     for release in RELEASES:
         # The kernels and the documentation are the same for every release.
-        folders = ["tests"] if release == RELEASES[0] else ["tests/parity", "tests/api"]
+        folders = ["tests"] if release == RELEASES[0] else ["tests/parity", "tests/api", "tests/clients"]
         folders += ["tests/load"] if release in LOADED else []
         session.run(
             "python", "-m", "pytest", "-q", "-n", "auto", *folders, *session.posargs, env={"TE_RELEASE": release}

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[torch.dtype, bool, dict[str, Any], int, int | None]] = {
     "plain-bf16-fp16-moments": (BF16, False, MASTER | FP16_MOMENTS, 20, None),
     "plain-bf16-fp8-fp16-moments": (BF16, False, MASTER | FP8_MOMENTS, 18, None),
     "plain-bf16-capturable": (BF16, False, MASTER | {"capturable": True}, 30, None),
+    "plain-bf16-capturable-graph": (BF16, False, MASTER | {"capturable": True}, 30, None),
     "dtensor-small": (BF16, True, REMAINDER, 26, 4096),
 }
 TIERS = ("stock", "python-plan", "torch-fused", "replay", "native")
@@ -115,7 +116,12 @@ class Model:
 
         return DTensor.from_local(local, mesh(), [Shard(0)], run_check=False)
 
-    def fill(self) -> None:
+    def fill(self, in_place: bool = False) -> None:
+        if in_place:
+            # Graphs read gradients where they were when captured.
+            for param in self.params:
+                param.grad.copy_(self._random())
+            return
         for param in self.params:
             param.grad = None
         for param in self.params:
@@ -164,16 +170,28 @@ def stepper(tier: str, model: Model, options: dict[str, Any]) -> Callable[[], ob
     return lambda: stock(optimizer)
 
 
-def measure(tier: str, model: Model, options: dict[str, Any], steps: int) -> dict[str, Any]:
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """The step as a CUDA graph."""
+    if not CUDA:
+        raise Skipped("graphs need a GPU")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measure(tier: str, model: Model, options: dict[str, Any], steps: int, graph: bool) -> dict[str, Any]:
     model.fill()
     step = stepper(tier, model, options)
     for _ in range(2):
         step()
+    if graph:
+        step = captured(step)
     rows = []
     for _ in range(steps):
-        model.fill()
+        model.fill(graph)
         rows.append(timed(step))
-    model.fill()
+    model.fill(graph)
     times = [kernels(step) for _ in range(2)]
     kernel_ms, launches = min(times)
     host_ms, step_ms = (statistics.median(column) for column in zip(*rows, strict=True))
@@ -225,7 +243,7 @@ def main(
             torch.manual_seed(0)
             try:
                 model = Model(dtype, sharded, tensors, size)
-                row = measure(tier, model, options, steps)
+                row = measure(tier, model, options, steps, case.endswith("-graph"))
             except Skipped as reason:
                 console.print(f"{case}, {tier}: not measured, {reason}")
                 continue

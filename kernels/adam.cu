@@ -247,45 +247,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam_absmax(const __grid_c
   }
 }
 
+// What the second pass reads and writes one state with.
+template <int SCALING>
+__device__ __forceinline__ float exchange(const Found& found, int state, Shared& shared) {
+  const float factor = new_factor<SCALING>(__uint_as_float(found.absmax[state]));
+  shared.read[state] = found.read[state];
+  shared.write[state] = write_factor<SCALING>(factor);
+  return factor;
+}
+
 // Factors of the second pass; the first chunk's block puts the new ones where stock keeps them.
 __device__ __forceinline__ void exchange_factors(const Launch& launch, const Chunk& chunk, Shared& shared) {
   const Found& found = launch.found[chunk.tensor];
   const bool write = chunk.first && threadIdx.x == 0;
 #if EXP_AVG_SCALING
-  {
-    const float factor = new_factor<EXP_AVG_SCALING>(__uint_as_float(found.absmax[0]));
-    shared.read[0] = found.read[0];
-    shared.write[0] = write_factor<EXP_AVG_SCALING>(factor);
-    if (write) {
-      *launch.exp_avg_factor[chunk.tensor] = factor;
-#if EXP_AVG_SCALING == 2
-      *launch.exp_avg_scale[chunk.tensor] = shared.write[0];
-      *launch.exp_avg_scale_inv[chunk.tensor] = __frcp_rn(shared.write[0]);
+  const float exp_avg_factor = exchange<EXP_AVG_SCALING>(found, 0, shared);
+  if (write) *launch.exp_avg_factor[chunk.tensor] = exp_avg_factor;
 #endif
-    }
+#if EXP_AVG_SCALING == 2
+  if (write) {
+    *launch.exp_avg_scale[chunk.tensor] = shared.write[0];
+    *launch.exp_avg_scale_inv[chunk.tensor] = __frcp_rn(shared.write[0]);
   }
 #endif
 #if EXP_AVG_SQ_SCALING
-  {
-    const float factor = new_factor<EXP_AVG_SQ_SCALING>(__uint_as_float(found.absmax[1]));
-    shared.read[1] = found.read[1];
-    shared.write[1] = write_factor<EXP_AVG_SQ_SCALING>(factor);
-    if (write) {
-      *launch.exp_avg_sq_factor[chunk.tensor] = factor;
-#if EXP_AVG_SQ_SCALING == 2
-      *launch.exp_avg_sq_scale[chunk.tensor] = shared.write[1];
-      *launch.exp_avg_sq_scale_inv[chunk.tensor] = __frcp_rn(shared.write[1]);
+  const float exp_avg_sq_factor = exchange<EXP_AVG_SQ_SCALING>(found, 1, shared);
+  if (write) *launch.exp_avg_sq_factor[chunk.tensor] = exp_avg_sq_factor;
 #endif
-    }
+#if EXP_AVG_SQ_SCALING == 2
+  if (write) {
+    *launch.exp_avg_sq_scale[chunk.tensor] = shared.write[1];
+    *launch.exp_avg_sq_scale_inv[chunk.tensor] = __frcp_rn(shared.write[1]);
   }
 #endif
 #if MASTER >= 3
-  {
-    const float factor = new_factor<MASTER_SCALING>(__uint_as_float(found.absmax[2]));
-    shared.read[2] = found.read[2];
-    shared.write[2] = write_factor<MASTER_SCALING>(factor);
-    if (write) *launch.master_factor[chunk.tensor] = factor;
-  }
+  const float master_factor = exchange<MASTER_SCALING>(found, 2, shared);
+  if (write) *launch.master_factor[chunk.tensor] = master_factor;
 #endif
 }
 #endif

@@ -61,7 +61,43 @@ def main() -> None:
             for adam_w in (0, 1):
                 _core.multi_tensor_adam(lists, 0.1, 0.9, 0.95, 1e-8, 3, adam_w, 1, 0.1, master)
         torch.cuda.synchronize()
-    print(f"{len(variants)} kernels ran")
+    copy_states()
+    print(f"{len(variants)} kernels ran, and all that copy between storages")
+
+
+class Stub:
+    """As much of an optimizer as the loader reads."""
+
+    capturable = False
+
+    def __init__(self, storage: torch.dtype) -> None:
+        self.params = [torch.zeros(size, device="cuda") for size in SIZES]
+        self.param_groups = [{"params": self.params}]
+        self.name_to_dtype_map = {"exp_avg": storage}
+        self.store_param_remainders = False
+        self.state = {param: {"exp_avg": torch.zeros_like(param, dtype=storage)} for param in self.params}
+        self._scales = {param: {"exp_avg": number(1.0)} for param in self.params}
+
+
+def copy_states() -> None:
+    """Loads from the device and from the host, and back; fp8 needs Transformer Engine's tensors."""
+    sources = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    for storage in (torch.float32, torch.bfloat16, torch.float16):
+        for device in ("cuda", "cpu"):
+            for name in ("float32", "float16", "bfloat16"):
+                optimizer = Stub(storage)
+                values = [torch.rand(size, device=device).to(sources[name]) for size in SIZES]
+                saved = {at: {"exp_avg": value} for at, value in enumerate(values)}
+                load = _core.Load.read(optimizer, list(range(len(SIZES))), saved, False, True)
+                load.prepare()
+                load.write(None)
+                rows = []
+                for states, scales in zip(optimizer.state.values(), optimizer._scales.values(), strict=True):
+                    state = states["exp_avg"]
+                    factor = scales["exp_avg"] if storage == torch.float16 else None
+                    rows.append((state, factor, torch.empty(state.shape, dtype=torch.float32)))
+                _core.save_states(rows, None)
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -21,19 +21,24 @@ def chosen() -> str:
     return os.environ.get("TE_RELEASE", RELEASES[-1])
 
 
-def fetch(release: str) -> Path:
+def fetch(release: str, distribution: str = "transformer-engine") -> Path:
     """Folder of a release's Python files, downloaded at first use."""
-    folder = CACHE / release
+    folder = CACHE / (release if distribution == "transformer-engine" else f"{distribution}-{release}")
     if folder.is_dir():
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        subprocess.run([*command, "--dest", scratch, f"transformer-engine=={release}"], check=True)
+        subprocess.run([*command, "--dest", scratch, f"{distribution}=={release}"], check=True)
         unpacked = Path(scratch) / "unpacked"
-        with zipfile.ZipFile(next(Path(scratch).glob("transformer_engine-*.whl"))) as wheel:
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             wheel.extractall(unpacked)
-        unpacked.rename(folder)
+        try:
+            unpacked.rename(folder)
+        except OSError:
+            # Another process was first.
+            if not folder.is_dir():
+                raise
     return folder
 
 

@@ -48,6 +48,12 @@ class Counters:
             self.live.append((step, inv_scale, flag))
         self._flag = flag
 
+    def commit_empty(self) -> None:
+        """Advances the counters of groups without parameters, which a release that steps the others leaves out."""
+        for group, step in self._steps:
+            if not group["params"]:
+                group["step"] = step
+
     def commit(self) -> None:
         """Advances the counters and leaves the flag, in place: captured graphs and users hold these tensors."""
         import torch

@@ -55,7 +55,13 @@ def applied() -> Applied | None:
     return _applied
 
 
-def apply(kernels: Kernels | None = None, *, in_place_load: bool = True, progress: bool | None = None) -> None:
+def apply(
+    kernels: Kernels | None = None,
+    *,
+    in_place_load: bool = True,
+    progress: bool | None = None,
+    count_empty_groups: bool = False,
+) -> None:
     """Patches Transformer Engine's FusedAdam in this process.
 
     Call it once at startup, before optimizers and schedulers are built (a scheduler pins the step it finds). Calling
@@ -70,9 +76,12 @@ def apply(kernels: Kernels | None = None, *, in_place_load: bool = True, progres
     `state_dict()` shares; False gives states buffers of their own, as stock does. `progress`: whether loads from host
     memory show a bar on stderr; None takes TE_PATCHES_PROGRESS (0 or 1) from the environment.
 
+    `count_empty_groups`: whether a group without parameters advances its step on releases before 2.19 too, so that
+    ranks agree on it; by default the installed release's rule holds.
+
     TE_PATCHES=off makes this call do nothing. Logs one INFO line per patch. Raises ImportError if Transformer Engine is
-    missing, ValueError for an unknown word, RuntimeError if another library has replaced FusedAdam.step; then nothing
-    has changed.
+    missing, ValueError for an unknown word, RuntimeError if another library than NeMo has replaced FusedAdam.step; then
+    nothing has changed. NeMo's patches may come before or after: ours serve, and `revert()` leaves NeMo's as they were.
     """
     global _applied
     chosen, shown = choose_kernels(kernels), choose_progress(progress)
@@ -83,16 +92,34 @@ def apply(kernels: Kernels | None = None, *, in_place_load: bool = True, progres
         if _applied is not None and any(patch.in_place for patch in _applied.patches):
             switch = _applied.switch
             switch.kernels, switch.in_place_load, switch.progress = chosen, in_place_load, shown
+            switch.count_empty_groups = count_empty_groups
+            _take_back(_applied.patches)
             return
         fused_adam = _releases.import_fused_adam()
         release = _releases.probe(fused_adam)
-        switch = Switch(chosen, release, in_place_load, shown)
+        switch = Switch(chosen, release, in_place_load, shown, count_empty_groups)
         patches = _patches(fused_adam, switch)
         for patch in patches:
             if patch.replacement is not None:
                 setattr(patch.owner, patch.name, patch.replacement)
             _log.info("%s: %s (%s)", patch.target, patch.state, patch.why)
         _applied = Applied(fused_adam, switch, patches)
+
+
+def _by_nemo(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).split(".")[0] == "nemo_automodel"
+
+
+def _take_back(patches: list[Patch]) -> None:
+    """Puts ours over NeMo's, where those came later."""
+    for patch in patches:
+        if patch.replacement is None or patch.in_place:
+            continue
+        now = vars(patch.owner)[patch.name]
+        if _by_nemo(now):
+            patch.original = now
+            setattr(patch.owner, patch.name, patch.replacement)
+            _log.info("%s: patched again, over %s", patch.target, now.__module__)
 
 
 def verdicts(fused_adam: ModuleType) -> list[Patch]:
@@ -107,7 +134,7 @@ def _patches(fused_adam: ModuleType, switch: Switch) -> list[Patch]:
     return [
         _patch_step(fused_adam, switch),
         _patch_load(fused_adam, switch),
-        _patch_applier(fused_adam, release),
+        *_patch_appliers(fused_adam, release),
         _patch_scaling(fused_adam, release),
         *_patch_states(fused_adam, release),
     ]
@@ -116,16 +143,21 @@ def _patches(fused_adam: ModuleType, switch: Switch) -> list[Patch]:
 def revert() -> None:
     """Puts the original objects back; optimizers go on with Transformer Engine's own step.
 
-    RuntimeError if another library has since replaced a patched name; then nothing has changed.
+    NeMo's patches over ours stay, and find Transformer Engine's functions beneath. RuntimeError if another library has
+    since replaced a patched name; then nothing has changed.
     """
     global _applied
     with _lock:
         if _applied is None:
             return
-        replaced = [patch for patch in _applied.patches if patch.replacement is not None]
-        for patch in replaced:
-            if not patch.in_place:
-                now = vars(patch.owner)[patch.name]
+        replaced = []
+        for patch in _applied.patches:
+            if patch.replacement is None:
+                continue
+            now = vars(patch.owner)[patch.name]
+            if patch.in_place:
+                replaced.append(patch)
+            elif not _by_nemo(now):
                 raise RuntimeError(
                     f"te_patches cannot be reverted: {patch.target} was replaced since by "
                     f"{getattr(now, '__module__', '?')}.{getattr(now, '__qualname__', now)}; revert that first"
@@ -144,7 +176,7 @@ def _patch_step(fused_adam: ModuleType, switch: Switch) -> Patch:
     original = vars(optimizer)["step"]
     # torch puts its hooks around the class's function when the first instance is built, and marks it.
     stock: Callable[..., Any] = original.__wrapped__ if getattr(original, "hooked", False) else original
-    if hasattr(stock, "__wrapped__") or stock.__module__ != fused_adam.__name__:
+    if not _by_nemo(stock) and (hasattr(stock, "__wrapped__") or stock.__module__ != fused_adam.__name__):
         raise RuntimeError(
             f"FusedAdam.step was replaced by {original.__module__}.{original.__qualname__} before te_patches.apply(); "
             "call te_patches.apply() first"
@@ -164,16 +196,21 @@ def _patch_load(fused_adam: ModuleType, switch: Switch) -> Patch:
     return Patch(target, "patched", "in place, all or nothing", optimizer, "load_state_dict", original, replacement)
 
 
-def _patch_applier(fused_adam: ModuleType, release: _releases.Release) -> Patch:
-    target = f"{fused_adam.__name__}.multi_tensor_applier"
-    original = fused_adam.multi_tensor_applier
-    if release.filters_empty:
-        return Patch(target, "stepped aside", "this release keeps empty tensors out of its kernels")
-    if getattr(original, "_nemo_empty_shard_patch", False):
-        return Patch(target, "stepped aside", "NeMo's patch already keeps empty tensors out")
-    replacement = _empty_shards.filtering(original)
-    why = "empty tensors corrupt this release's launches"
-    return Patch(target, "patched", why, fused_adam, "multi_tensor_applier", original, replacement)
+def _patch_appliers(fused_adam: ModuleType, release: _releases.Release) -> list[Patch]:
+    patches = []
+    # Each optimizer's module has a name of its own for the one applier.
+    for module in (fused_adam, _releases.import_fused_sgd()):
+        target = f"{module.__name__}.multi_tensor_applier"
+        original = module.multi_tensor_applier
+        if release.filters_empty:
+            patches.append(Patch(target, "stepped aside", "this release keeps empty tensors out of its kernels"))
+        elif getattr(original, "_nemo_empty_shard_patch", False):
+            patches.append(Patch(target, "stepped aside", "NeMo's patch already keeps empty tensors out"))
+        else:
+            why = "empty tensors corrupt this release's launches"
+            filtering = _empty_shards.filtering(original)
+            patches.append(Patch(target, "patched", why, module, "multi_tensor_applier", original, filtering))
+    return patches
 
 
 def _patch_scaling(fused_adam: ModuleType, release: _releases.Release) -> Patch:

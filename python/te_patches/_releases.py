@@ -49,6 +49,11 @@ def import_fused_adam() -> ModuleType:
         ) from error
 
 
+def import_fused_sgd() -> ModuleType:
+    """Transformer Engine's module of FusedSGD, which comes with that of FusedAdam."""
+    return importlib.import_module("transformer_engine.pytorch.optimizers.fused_sgd")
+
+
 def fp8_dtypes() -> Any:
     """The enum of dtypes that fp8 tensors and kernels take: Python's own from 2.17, before that the compiled part's."""
     module = import_fused_adam()

@@ -6,15 +6,20 @@ from typing import Any
 
 from te_patches import _core, _load, _patching, _step
 
+_REMEDY = (
+    "this optimizer holds the step it had before te_patches.apply(), pinned by a scheduler or another wrapper: call "
+    "te_patches.apply() before schedulers are built"
+)
+
 
 def report(optimizer: Any = None) -> dict[str, Any]:
     """The patches and, given an optimizer, how each of its groups was last stepped.
 
     Keys: applied (bool), kernels ("auto", "native", "te"), te and torch (versions), patches (target, state, why),
     proofs (kernel, device, equal, reason). With an optimizer also groups: index, tier ("native", "replay", "stock"; ""
-    before the first step), reason, kernels, tensors, elements, steps (taken natively), launches, plans (made); and
-    load: None, or of the last `load_state_dict` the states loaded, in_place, fresh (into new buffers) and same (were
-    their own source).
+    before the first step), reason, kernels, tensors, elements, steps (taken natively), launches, plans (made); reached
+    (whether its step is the patched one) and remedy (what to do if not); and load: None, or of the last
+    `load_state_dict` the states loaded, in_place, fresh (into new buffers) and same (were their own source).
     """
     import torch
 
@@ -36,5 +41,7 @@ def report(optimizer: Any = None) -> dict[str, Any]:
     if optimizer is not None:
         plan = _step.plan_of(optimizer)
         result["groups"] = plan.report() if plan else []
+        result["reached"] = reached = applied is not None and _step.reaches(optimizer)
+        result["remedy"] = "" if reached or applied is None else _REMEDY
         result["load"] = _load.last_load(optimizer)
     return result

@@ -20,6 +20,7 @@ class Switch:
     release: Release
     in_place_load: bool = True
     progress: bool = False
+    count_empty_groups: bool = False
     active: bool = True
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from te_patches import _core, _nvrtc, _proof, _replay, cpu
@@ -15,6 +16,7 @@ from te_patches._settings import Switch
 
 _log = logging.getLogger("te_patches")
 _PLAN = "_te_patches_plan"
+_MARK = "_te_patches_step"
 
 
 def plan_of(optimizer: Any) -> _core.Plan | None:
@@ -38,12 +40,21 @@ def patched_step(stock: Callable[..., Any], switch: Switch) -> Callable[..., Any
         _run(self, plan, switch, stock, grad_scaler)
         return loss
 
+    # Whatever wraps this step for one optimizer takes the mark along.
+    setattr(step, _MARK, True)
     return step
+
+
+def reaches(optimizer: Any) -> bool:
+    """Whether the optimizer's step is the patched one, also where a scheduler has wrapped it."""
+    return bool(getattr(optimizer.step, _MARK, False))
 
 
 def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., Any], grad_scaler: Any) -> None:
     kernels, served, done = switch.kernels, list[int](), set[str]()
     release = switch.release
+    if switch.count_empty_groups and not release.counts_empty_groups:
+        release = replace(release, counts_empty_groups=True)
     counters = Counters(optimizer, grad_scaler, release.counts_empty_groups) if optimizer.capturable else None
     live = counters.live if counters else None
     while True:
@@ -68,6 +79,8 @@ def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., 
         elif counters:
             # Stock orders counters and flags across groups by itself: it gets all of them.
             _step_stock(optimizer, list(range(len(optimizer.param_groups))), stock, grad_scaler)
+            if release is not switch.release:
+                counters.commit_empty()
             return
         else:
             served = [group for group, _ in items]

@@ -28,9 +28,9 @@ pub struct Aftermath<'py> {
 }
 
 impl Aftermath<'_> {
-    /// Whether a parameter is quantized anew.
-    pub fn quantizes(&self) -> bool {
-        !self.quantized.is_empty()
+    /// How many parameters are quantized anew.
+    pub fn quantized(&self) -> usize {
+        self.quantized.len()
     }
 
     /// Does it.

@@ -94,6 +94,7 @@ impl Plan {
                 continue;
             }
             let options = read_options(group, &switches)?;
+            let quantized = aftermath.quantized();
             let mut group_reader = GroupReader {
                 reader: &mut reader,
                 walk: &mut walk,
@@ -113,7 +114,7 @@ impl Plan {
                 Outcome::Works(works) => {
                     // Lists alone do for the simple options. Stock orders counters and flags of capturable groups among
                     // themselves, and scales and quantizes after its kernels.
-                    let simple = !switches.capturable && switches.in_place() && !aftermath.quantizes();
+                    let simple = !switches.capturable && switches.in_place() && aftermath.quantized() == quantized;
                     let device = works.iter().flatten().next().map_or(Device::Cpu, |work| work.signature.device);
                     record.plan.update(&works, parameter_bytes(device));
                     (record.tier, record.reason) = ("native", String::new());

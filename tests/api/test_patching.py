@@ -159,6 +159,9 @@ def test_schedulers_and_patches_in_any_order(order):
     assert optimizer.param_groups[0]["step"] == 3
     # A scheduler built first has pinned stock's step: not counted as patched.
     assert tier(optimizer) == (["native"] if order == "apply first" else [])
+    report = te_patches.report(optimizer)
+    assert report["reached"] == (order == "apply first")
+    assert ("before schedulers are built" in report["remedy"]) == (order == "scheduler first")
 
 
 def test_revert_declines_when_another_library_patched_on_top():
@@ -202,7 +205,7 @@ def test_a_failure_half_way_leaves_everything_as_it_was(monkeypatch):
     def fail(*_):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(_patching, "_patch_applier", fail)
+    monkeypatch.setattr(_patching, "_patch_appliers", fail)
     with pytest.raises(RuntimeError, match="injected"):
         te_patches.apply()
     assert (vars(EarlyImport)["step"], fused_adam.multi_tensor_applier) == before

@@ -228,7 +228,7 @@ def test_masters_that_the_optimizer_does_not_use_are_kept_and_never_written_into
     goes_on(twin)
 
 
-def test_capturable_optimizers_keep_rate_and_step_on_the_device(optimizer_class):
+def check_capturable(optimizer_class):
     te_patches.apply()
     params = [torch.nn.Parameter(torch.randn(9, device=DEVICE)) for _ in range(2)]
     optimizer = optimizer_class(params, lr=0.5, capturable=True)
@@ -248,9 +248,13 @@ def test_capturable_optimizers_keep_rate_and_step_on_the_device(optimizer_class)
         assert int(optimizer.param_groups[0]["step"]) == int(group["step"]) + 1
 
 
-test_gpu_capturable_optimizers_keep_rate_and_step_on_the_device = pytest.mark.gpu(
-    test_capturable_optimizers_keep_rate_and_step_on_the_device
-)
+def test_cpu_capturable_optimizers_keep_rate_and_step_on_the_device(optimizer_class):
+    check_capturable(optimizer_class)
+
+
+@pytest.mark.gpu
+def test_gpu_capturable_optimizers_keep_rate_and_step_on_the_device(optimizer_class):
+    check_capturable(optimizer_class)
 
 
 def test_the_switch_is_off_after_revert():

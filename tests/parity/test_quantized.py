@@ -228,3 +228,80 @@ def test_cpu_an_fp8_parameter_in_capturable_mode_is_refused():
 @pytest.mark.gpu
 def test_gpu_an_fp8_parameter_without_a_master_is_refused():
     refused("without master_weights does not support Float8Tensor", master_weights=False)
+
+
+def block_scaled(name, values, quantized):
+    """An MXFP8Tensor or NVFP4Tensor around `values`, made without the GPU that has them: it knows its values, and keeps
+    what it is quantized from.
+    """
+    from transformer_engine.pytorch import tensor
+
+    base = getattr(tensor, name, None)
+    if base is None or not RELEASE.quantizes_from_master:
+        pytest.skip(f"this release has no {name}, or takes none")
+
+    class Blocks(base):
+        def dequantize(self, *, dtype=None):
+            return values.to(dtype or BF16)
+
+        def quantize_(self, tensor, *, noop_flag=None):
+            quantized.append(tensor.detach().clone())
+            return self
+
+    codes = {"fp4_dtype" if "FP4" in name else "fp8_dtype": kind("kFloat4E2M1" if "FP4" in name else "kFloat8E4M3")}
+    names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax_rowwise")
+    inside = {word: torch.zeros(16, dtype=U8, device=DEVICE) for word in (*names, "amax_columnwise")}
+    inside |= {"quantizer": None, "with_gemm_swizzled_scales": False, **codes}
+    inside["rowwise_data"] = torch.zeros(
+        len(values), values.shape[1] // (2 if "FP4" in name else 1), dtype=U8, device=DEVICE
+    )
+    accepted = inspect.signature(base.__new__).parameters
+    inside = {word: value for word, value in inside.items() if word in accepted}
+    try:
+        return torch.nn.Parameter(Blocks(values.shape, BF16, device=torch.device(DEVICE), **inside))
+    except RuntimeError as error:
+        if "NVIDIA driver" not in str(error):
+            raise
+        pytest.skip("this release wraps quantized tensors on a GPU only")
+
+
+def check_block_scaled(name, master, moment):
+    te_patches.apply(kernels="native")
+    torch.manual_seed(1)
+    arguments = {"master_weights": True, "master_weight_dtype": master, "use_decoupled_grad": True}
+    arguments |= {"exp_avg_dtype": moment, "exp_avg_sq_dtype": moment, "lr": 1e-2, "weight_decay": 0.1}
+    values = [torch.randn(32, 64, device=DEVICE).to(BF16) for _ in range(2)]
+    sides = []
+    for _ in range(2):
+        quantized: list[torch.Tensor] = []
+        params = [block_scaled(name, value, quantized) for value in values]
+        params.append(torch.nn.Parameter(torch.ones(33, device=DEVICE, dtype=FP32)))
+        sides.append((MODULE.FusedAdam(params, **arguments), params, quantized))
+    for _ in range(3):
+        grads = [torch.randn(32, 64, device=DEVICE).to(BF16) for _ in values]
+        grads.append(torch.randn(33, device=DEVICE))
+        for _, params, _ in sides:
+            for param, grad in zip(params, grads, strict=True):
+                param.decoupled_grad = grad.clone()
+        sides[0][0].step()
+        inspect.unwrap(MODULE.FusedAdam.step)(sides[1][0])
+        assert_same(sides[0][2], sides[1][2], "value quantized")
+        for key in ("exp_avg", "exp_avg_sq", "master_param"):
+            assert_same(*([side[0].state[p][key] for p in side[1]] for side in sides), what=key)
+        assert_same([sides[0][1][2]], [sides[1][1][2]], "parameter")
+    assert len(sides[0][2]) == 6
+    assert {group["tier"] for group in te_patches.report(sides[0][0])["groups"]} == {"native"}
+
+
+BLOCKS = [*itertools.product(["MXFP8Tensor", "NVFP4Tensor"], [FP32, FP16], [FP32, BF16, FP16])]
+
+
+@pytest.mark.parametrize(("name", "master", "moment"), BLOCKS)
+def test_cpu_block_scaled_parameters_step_through_their_masters_as_in_stock(name, master, moment):
+    check_block_scaled(name, master, moment)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "master", "moment"), BLOCKS)
+def test_gpu_block_scaled_parameters_step_through_their_masters_as_in_stock(name, master, moment):
+    check_block_scaled(name, master, moment)
