@@ -125,11 +125,13 @@ impl Gpu {
     /// Whether host memory is page-locked, so that the device reads it while the host does other things.
     pub fn is_pinned(&self, host: u64) -> bool {
         let mut kind: u32 = 0;
-        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        let mut attribute = [sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE];
+        let mut out = [(&raw mut kind).cast::<c_void>()];
         let known = self.within(|| {
-            let out = (&raw mut kind).cast();
-            // SAFETY: the driver looks the address up and does not follow it; the result is an unsigned int.
-            Ok(unsafe { sys::cuPointerGetAttribute(out, attribute, host) } == sys::CUresult::CUDA_SUCCESS)
+            // SAFETY: the driver looks the address up and does not follow it, and leaves 0 for memory it does not know;
+            // the result is an unsigned int.
+            let asked = unsafe { sys::cuPointerGetAttributes(1, attribute.as_mut_ptr(), out.as_mut_ptr(), host) };
+            Ok(asked == sys::CUresult::CUDA_SUCCESS)
         });
         matches!(known, Ok(true)) && kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32
     }

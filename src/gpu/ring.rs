@@ -130,6 +130,11 @@ impl Ring {
         let sizes: Vec<Size> = copies.iter().map(size).collect();
         let events = self.events()?;
         let portions = portions(&sizes, SLOT_BYTES);
+        // Gaps between pieces are copied along with them.
+        // SAFETY: the buffer is the caller's, unused so far.
+        with_kernels(self.device, |kernels| unsafe {
+            kernels.gpu().clear(self.staging, SLOT_BYTES as usize, self.stream)
+        })?;
         let mut empty = |turn: usize| -> Result<()> {
             self.gpu()?.wait(&events[turn % SLOTS])?;
             let bytes = |piece: &Piece| (piece.count * sizes[piece.copy].bytes) as usize;
