@@ -1,4 +1,4 @@
-"""Writes the README's table from benches/results/step-h200.json: python benches/readme_table.py"""
+"""Writes the README's tables from benches/results/{step,load}-h200.json: python benches/readme_table.py"""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROWS = json.loads((ROOT / "benches" / "results" / "step-h200.json").read_text())
+ROWS, LOADS = (
+    json.loads((ROOT / "benches" / "results" / f"{name}-h200.json").read_text()) for name in ("step", "load")
+)
 CASES = {
     "dtensor-bf16-remainder": "DTensor bf16 + int16 remainder",
     "dtensor-bf16-master": "DTensor bf16 + fp32 master",
@@ -49,8 +51,42 @@ def table() -> str:
     return "\n".join(lines)
 
 
+SOURCES = {
+    "gpu": "load from GPU tensors",
+    "pageable": "load from pageable memory",
+    "pinned": "load from page-locked memory",
+    "mapped": "load from a mapped file",
+    "save": "save to host memory",
+}
+
+
+def loads() -> str:
+    """Seconds and extra memory of loading and saving."""
+    lines = [
+        "| | states | seconds: stock | patched | patched GB/s of source "
+        "| extra memory: stock, bytes a parameter | patched |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in LOADS:
+        columns = [
+            SOURCES[row["source"]],
+            row["case"].replace("bf16-", "bf16 + ", 1).replace("-", " "),
+            f"{row['stock_s']:.3f}",
+            f"{row['patched_s']:.4f}",
+            f"{row['source_gbs']:.0f}",
+            f"{row['stock_extra_bytes_per_param']:.1f}",
+            f"{row['patched_extra_bytes'] / 2**20:.0f} MiB",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    first = LOADS[0]
+    rates = f"copy {first['copy_gbs']:.0f} GB/s, from page-locked memory {first['pinned_gbs']:.1f} GB/s"
+    return "\n".join([*lines, "", f"{first['gpu']}, {rates}, {first['date']}."])
+
+
 if __name__ == "__main__":
     readme = ROOT / "README.md"
-    begin, end = "<!-- figures:begin -->", "<!-- figures:end -->"
-    text = re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{table()}\n{end}", readme.read_text(), flags=re.S)
+    text = readme.read_text()
+    for name, content in (("figures", table()), ("loads", loads())):
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        text = re.sub(f"{begin}.*{end}", lambda _, c=content, b=begin, e=end: f"{b}\n{c}\n{e}", text, flags=re.S)
     readme.write_text(text)

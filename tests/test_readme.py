@@ -26,10 +26,11 @@ def test_ci_runs_the_readmes_second_command():
     assert commands[1] == (ROOT / ".ci" / "run").read_text().splitlines()[-1]
 
 
-def test_the_figures_are_those_of_the_committed_results():
-    shown = re.search(r"<!-- figures:begin -->\n(.*)\n<!-- figures:end -->", README, flags=re.S)
+@pytest.mark.parametrize(("name", "function"), [("figures", "table"), ("loads", "loads")])
+def test_the_figures_are_those_of_the_committed_results(name, function):
+    shown = re.search(rf"<!-- {name}:begin -->\n(.*)\n<!-- {name}:end -->", README, flags=re.S)
     assert shown, "run benches/readme_table.py"
-    assert shown.group(1) == runpy.run_path(str(ROOT / "benches" / "readme_table.py"))["table"]()
+    assert shown.group(1) == runpy.run_path(str(ROOT / "benches" / "readme_table.py"))[function]()
 
 
 def test_files_named_in_the_map_exist():
