@@ -43,7 +43,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Lints, types, Rust tests, and the Python suite against every supported Transformer Engine release."""
-    session.install("ruff", "mypy", "pytest", "pytest-xdist")
+    session.install("ruff", "mypy", "pytest", "pytest-xdist", "hypothesis")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     cargo = {"external": True}

@@ -240,14 +240,6 @@ def block_scaled(name, values, quantized):
     if base is None or not RELEASE.quantizes_from_master:
         pytest.skip(f"this release has no {name}, or takes none")
 
-    class Blocks(base):
-        def dequantize(self, *, dtype=None):
-            return values.to(dtype or BF16)
-
-        def quantize_(self, tensor, *, noop_flag=None):
-            quantized.append(tensor.detach().clone())
-            return self
-
     codes = {"fp4_dtype" if "FP4" in name else "fp8_dtype": kind("kFloat4E2M1" if "FP4" in name else "kFloat8E4M3")}
     names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax_rowwise")
     inside = {word: torch.zeros(16, dtype=U8, device=DEVICE) for word in (*names, "amax_columnwise")}
@@ -258,11 +250,14 @@ def block_scaled(name, values, quantized):
     accepted = inspect.signature(base.__new__).parameters
     inside = {word: value for word, value in inside.items() if word in accepted}
     try:
-        return torch.nn.Parameter(Blocks(values.shape, BF16, device=torch.device(DEVICE), **inside))
+        param = torch.nn.Parameter(base(values.shape, BF16, device=torch.device(DEVICE), **inside))
     except RuntimeError as error:
         if "NVIDIA driver" not in str(error):
             raise
         pytest.skip("this release wraps quantized tensors on a GPU only")
+    param.dequantize = lambda *, dtype=None: values.to(dtype or BF16)
+    param.quantize_ = lambda value, **_: quantized.append(value.detach().clone())
+    return param
 
 
 def check_block_scaled(name, master, moment):
