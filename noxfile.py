@@ -13,8 +13,8 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = "torch==2.11.0"
 # What Transformer Engine's Python files import beside torch.
 TE_NEEDS = ["pydantic", "packaging", "importlib-metadata"]
-# Each makes, reads and writes states in a way of its own.
-LOADED = ("2.15.0", "2.11.0", "2.8.0")
+# The one whose states are made, read and written in the way furthest from the newest.
+LOADED = ("2.11.0",)
 RELEASES = ("2.20.2", "2.19.0", "2.18.0", "2.17.1", "2.15.0", "2.13.0", "2.11.0", "2.8.0")
 
 
