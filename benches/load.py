@@ -10,9 +10,7 @@ and pinned_gbs are this GPU's own copies, between device buffers (read plus writ
 
 from __future__ import annotations
 
-import datetime
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +29,7 @@ if not CUDA:
 
     te_patches.cpu.enable()
 
-from step import commit, copy_rate, synchronize  # noqa: E402
+from step import copy_rate, setting, synchronize  # noqa: E402
 from transformer_engine.pytorch.optimizers import FusedAdam  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -148,14 +146,7 @@ def measure(case: str, tensors: int, elements: int, add: Callable[[dict[str, Any
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file for the rows")
 def main(tensors: int, elements: int, cases: tuple[str, ...], revision: str | None, out: Path | None) -> None:
     rates = {"copy_gbs": copy_rate(), "pinned_gbs": pinned_rate()}
-    about = {
-        "gpu": torch.cuda.get_device_name() if CUDA else "cpu",
-        "te": te_patches._releases._version(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": revision or commit(),
-        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
-    }
+    about = setting(revision)
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:

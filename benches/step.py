@@ -204,6 +204,19 @@ def commit() -> str:
     return shown.stdout.strip() or "unknown"
 
 
+def setting(revision: str | None) -> dict[str, str]:
+    """Where, with what and how rows were measured; `revision` is the code's commit where there is no git."""
+    return {
+        "gpu": torch.cuda.get_device_name() if CUDA else "cpu",
+        "te": te_patches._releases._version(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": revision or commit(),
+        # Where the rows are written is no part of what was measured.
+        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
+    }
+
+
 @click.command(help=__doc__)
 @click.option("--tensors", default=1000, show_default=True, help="parameters")
 @click.option("--elements", default=1 << 20, show_default=True, help="elements of each")
@@ -222,15 +235,7 @@ def main(
     out: Path | None,
 ) -> None:
     rate = copy_rate()
-    about = {
-        "gpu": torch.cuda.get_device_name() if CUDA else "cpu",
-        "te": te_patches._releases._version(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": revision or commit(),
-        # Where the rows are written is no part of what was measured.
-        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
-    }
+    about = setting(revision)
     console = Console(width=140, stderr=True)
     rows: list[dict[str, Any]] = []
     for case in track(cases or CASES, console=console):

@@ -132,24 +132,22 @@ def state_digests(model: Model, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def save(model: Model, optimizer: Any, folder: Path) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = {
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def checkpoint_of(model: Model, optimizer: Any) -> dict[str, Any]:
+    """What is saved, and where what was saved is loaded to."""
+    return {
         "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
     }
-    dcp.save(state, checkpoint_id=folder)
 
 
 def resume(model: Model, optimizer: Any, folder: Path) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
+    state = checkpoint_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
 
 
 @click.command(help=__doc__)
@@ -215,7 +213,7 @@ def main(
         losses.append(loss.item().hex())
         if step + 1 == save_at:
             assert checkpoint is not None
-            save(model, optimizer, checkpoint)
+            dcp.save(checkpoint_of(model, optimizer), checkpoint_id=checkpoint)
             # Scaled states are rounded anew by a save; the run that goes on starts from what was saved.
             resume(model, optimizer, checkpoint)
     found = {"losses": losses, "state": state_digests(model, optimizer)}
