@@ -126,6 +126,44 @@ def test_gpu_a_round_trip_through_files_is_stocks(optimizer_class, storage, opti
     check_round_trip(optimizer_class, storage, options, tmp_path, monkeypatch)
 
 
+def check_raw_dict(optimizer_class, storage, tmp_path, monkeypatch):
+    """dcp.load writes into the tensors of `state_dict()`: the live states, or fp32 copies of scaled ones."""
+    import torch.distributed.checkpoint as dcp
+
+    te_patches.apply()
+    stock = Stock(optimizer_class, monkeypatch)
+    models, optimizers = pair(optimizer_class, storage)
+    steps = [optimizers[0].step, lambda: stock.stock["step"](optimizers[1])]
+    train(models, steps, 2, seed=5)
+    for side, optimizer in enumerate(optimizers):
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / str(side), no_dist=True)
+    train(models, steps, 2, seed=6)
+    addresses = [state.data_ptr() for states in optimizers[0].state.values() for state in states.values()]
+    for side, optimizer in enumerate(optimizers):
+        state = {"optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / str(side), no_dist=True)
+        (
+            optimizer.load_state_dict
+            if side == 0
+            else lambda saved: stock.stock["load_state_dict"](optimizers[1], saved)
+        )(state["optimizer"])
+    assert [s.data_ptr() for states in optimizers[0].state.values() for s in states.values()] == addresses
+    train(models, steps, 2, seed=7)
+    assert_twins(models, optimizers)
+    assert optimizers[0].param_groups[0]["step"] == 4
+
+
+@EVERY
+def test_files_loaded_into_the_own_state_dict_are_stocks(optimizer_class, storage, tmp_path, monkeypatch):
+    check_raw_dict(optimizer_class, storage, tmp_path, monkeypatch)
+
+
+@pytest.mark.gpu
+@EVERY
+def test_gpu_files_loaded_into_the_own_state_dict_are_stocks(optimizer_class, storage, tmp_path, monkeypatch):
+    check_raw_dict(optimizer_class, storage, tmp_path, monkeypatch)
+
+
 def check_dummy_step(optimizer_class, storage, monkeypatch):
     """Asking an optimizer that never stepped for its state makes torch take a step with zero gradients and rate 0."""
     te_patches.apply()

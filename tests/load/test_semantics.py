@@ -257,6 +257,36 @@ def test_gpu_capturable_optimizers_keep_rate_and_step_on_the_device(optimizer_cl
     check_capturable(optimizer_class)
 
 
+def test_progress_is_shown_on_stderr_if_asked(capsys, monkeypatch):
+    from te_patches import _load, _settings
+
+    with _load.shown(1 << 20, True) as advance:
+        advance(1 << 19)
+        advance(1 << 19)
+    assert "optimizer states" in capsys.readouterr().err
+    for total, wanted in ((0, True), (1 << 20, False)):
+        with _load.shown(total, wanted) as advance:
+            assert advance is None
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TE_PATCHES_PROGRESS", "1")
+    assert _settings.choose_progress(None)
+    assert not _settings.choose_progress(False)
+    monkeypatch.setenv("TE_PATCHES_PROGRESS", "yes")
+    with pytest.raises(ValueError, match="TE_PATCHES_PROGRESS='yes'"):
+        te_patches.apply()
+
+
+@pytest.mark.gpu
+def test_gpu_progress_counts_the_bytes_of_host_memory(capsys):
+    te_patches.apply(progress=True)
+    twin = trained("remainder")
+    saved = te_patches.state_dict_cpu(trained("remainder", seed=1).stock)
+    capsys.readouterr()
+    load(twin, saved)
+    assert "optimizer states" in capsys.readouterr().err
+    goes_on(twin)
+
+
 def test_the_switch_is_off_after_revert():
     te_patches.apply()
     twin = trained("remainder")
