@@ -13,6 +13,13 @@ Live = tuple[Any, Any, Any]
 """(step int32, inv_scale fp32, skip int32) of a group: tensors of shape [1] on the group's device."""
 
 
+def capturing() -> bool:
+    """Whether torch's current stream is being captured in a CUDA graph."""
+    import torch
+
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 class Counters:
     """The counters and flags of one step, computed aside until it has been launched."""
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from te_patches import _core, _foreign, _nvrtc
+from te_patches._capturable import capturing
 from te_patches._releases import import_fused_adam
 from te_patches._settings import Switch
 
@@ -61,6 +62,10 @@ class _Loading:
 
     def check(self, optimizer: Any, hooked: dict[str, Any]) -> dict[str, Any] | None:
         """Reads and checks everything and makes the buffers that are missing. Changes nothing."""
+        if capturing():
+            raise RuntimeError(
+                "FusedAdam: a load cannot be captured in a CUDA graph; load before the capture or after it"
+            )
         sizes = [
             [len(group["params"]) for group in groups] for groups in (hooked["param_groups"], optimizer.param_groups)
         ]

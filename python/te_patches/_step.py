@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from te_patches import _core, _nvrtc, _proof, _replay, cpu
-from te_patches._capturable import Counters
+from te_patches._capturable import Counters, capturing
 from te_patches._settings import Switch
 
 _log = logging.getLogger("te_patches")
@@ -70,7 +70,7 @@ def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., 
         if kind == "initialize":
             _initialize(optimizer, items)
         elif kind == "prove":
-            if _capturing():
+            if capturing():
                 # A comparison would synchronise, which a capture forbids.
                 kernels = "te"
             else:
@@ -129,9 +129,3 @@ def _refuse_cpu_tensors(every: list[dict[str, Any]], groups: list[int]) -> None:
                     f"{param.device}, and its options are only served by Transformer Engine's own step, which takes "
                     "CUDA tensors; move it to a GPU"
                 )
-
-
-def _capturing() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

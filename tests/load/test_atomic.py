@@ -10,6 +10,7 @@ import pytest
 import te_patches
 import torch
 from storages import STORAGES, assert_unchanged, every_storage, goes_on, snapshot, taken, trained
+from te_patches import _load
 
 
 class Weird:
@@ -119,6 +120,18 @@ def test_remainders_and_masters_are_not_taken_for_each_other(into, of):
     with pytest.raises(AssertionError, match=r"master_param of parameter 0 of group 0.*store_param_remainders"):
         twin.mine.load_state_dict(saved)
     assert_unchanged(twin.mine, before)
+    goes_on(twin)
+
+
+def test_a_load_during_a_capture_is_refused(monkeypatch):
+    te_patches.apply()
+    twin = trained("remainder")
+    before = snapshot(twin.mine)
+    monkeypatch.setattr(_load, "capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
+        twin.mine.load_state_dict(copy.deepcopy(twin.mine.state_dict()))
+    assert_unchanged(twin.mine, before)
+    monkeypatch.undo()
     goes_on(twin)
 
 
