@@ -33,8 +33,8 @@ struct Cast {
 template <typename A, typename B> struct Same { static constexpr bool value = false; };
 template <typename A> struct Same<A, A> { static constexpr bool value = true; };
 // Bits that no arithmetic may touch: remainders, and fp32 that stays fp32.
-constexpr bool VERBATIM = !SOURCE_SCALING && !TARGET_SCALING && Same<SOURCE, TARGET>::value && !Same<SOURCE,
-BF16>::value;
+constexpr bool VERBATIM =
+    !SOURCE_SCALING && !TARGET_SCALING && Same<SOURCE, TARGET>::value && !Same<SOURCE, BF16>::value;
 
 template <typename From, typename To>
 __device__ __forceinline__ typename To::Bits convert(typename From::Bits bits, float read, float write) {

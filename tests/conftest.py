@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# The twins of the parity suite serve everywhere.
+sys.path.insert(0, str(Path(__file__).parent / "parity"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import te_patches.cpu
@@ -59,6 +61,14 @@ def _isolated(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(1234)
     yield
     te_patches.revert()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tally():
+    """What the parity suite compared is written at the end."""
+    yield
+    if twin := sys.modules.get("twin"):
+        twin.TALLY.write()
 
 
 @pytest.fixture(scope="session", autouse=True)

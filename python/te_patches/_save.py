@@ -45,10 +45,11 @@ def state_dict_cpu(optimizer: Any, *, progress: bool | None = None) -> dict[str,
         for name, state in values.items():
             local = getattr(state, "_local_tensor", state)
             inner = getattr(local, "_data", local).detach()
-            if not _is_dense(inner):
-                local = inner = inner.contiguous()
             dtype = torch.int16 if local.dtype == torch.int16 else torch.float32
             target = torch.empty_like(inner, dtype=dtype, device="cpu")
+            if target.stride() != inner.stride():
+                # Only elements without gaps between them are copied as they lie.
+                local, target = inner.contiguous(), target.contiguous()
             factor = optimizer._scales[param][name] if local.dtype == torch.float16 else None
             rows.append((local, factor, target))
             states[key][name] = _like(target, param)
@@ -60,16 +61,6 @@ def state_dict_cpu(optimizer: Any, *, progress: bool | None = None) -> dict[str,
         for group in saved["param_groups"]
     ]
     return {**saved, "state": states, "param_groups": groups}
-
-
-def _is_dense(tensor: Any) -> bool:
-    """Whether the elements lie in memory without gaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return bool(tensor.numel() == 0)
-        expected *= size
-    return True
 
 
 def _like(local: Any, param: Any) -> Any:

@@ -122,12 +122,10 @@ def state_digests(model: Model, optimizer: Any) -> dict[str, Any]:
     """Bits of parameters, states and counters; scaled states as the values they stand for."""
     found: dict[str, Any] = {}
     saved = optimizer.state_dict()
-    names = [name for name, _ in model.named_parameters()]
     for index, (name, param) in enumerate(model.named_parameters()):
         found[name] = digest(param)
         for state, value in sorted(saved["state"].get(index, {}).items()):
             found[f"{name}.{state}"] = digest(value)
-    assert len(names) == len(list(model.parameters()))
     found["steps"] = [int(group["step"]) for group in optimizer.param_groups]
     return found
 

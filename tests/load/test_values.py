@@ -216,6 +216,20 @@ def test_gpu_the_dict_in_host_memory_has_dtensors(storage, shard):
     check_cpu_dict(storage, shard)
 
 
+def test_states_with_gaps_and_in_another_order_are_saved_by_index():
+    te_patches.apply()
+    optimizer = trained("bf16-moments").mine
+    states = [state for state in optimizer.state.values() if state["exp_avg"].dim() == 2 and state["exp_avg"].numel()]
+    assert len(states) > 1
+    for state in states:
+        state["exp_avg"] = strided(state["exp_avg"])
+        state["exp_avg_sq"] = state["exp_avg_sq"].t().contiguous().t()
+    expected, found = optimizer.state_dict(), te_patches.state_dict_cpu(optimizer)
+    for key, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(found["state"][key][name], value), (key, name)
+
+
 def check_resume(storage):
     """Scaled states are rounded anew by a save, so they are on both sides."""
     te_patches.apply()

@@ -12,7 +12,7 @@ import pickle
 import hypothesis.strategies as st
 import te_patches
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformer_engine.pytorch.optimizers import FusedAdam
 from twin import DEVICE, assert_same
@@ -234,7 +234,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule(which=st.integers(0, 9))
     def an_older_state_is_loaded(self, which):
-        assert self.load(self.saved[which % len(self.saved)]) or True
+        self.load(self.saved[which % len(self.saved)])
 
     @rule()
     def the_own_state_is_loaded(self):
@@ -329,6 +329,5 @@ TestModel.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=not NIGHTLY,
-    phases=[Phase.generate] if os.environ.get("QUICK") else list(Phase),
     database=None,
 )
