@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(("folder", "start", "count"), [("cases", "| B", 30), ("clients", "| ", 33)])
+@pytest.mark.parametrize(("folder", "start", "count"), [("cases", "| B", 30), ("clients", "| ", 33 + 21)])
 def test_every_test_that_a_table_names_exists(folder, start, count):
     table = (HERE.parent / folder / "README.md").read_text()
     rows = [line for line in table.splitlines() if line.startswith(start)]

@@ -1,13 +1,16 @@
 """Random sequences of everything that frameworks do to an optimizer, on one with patches and its twin without: all bits
-equal after every operation. Some 600 operations here; TE_PATCHES_NIGHTLY=1 takes up to 60,000.
+equal, and as much memory held, after every operation. Some 600 operations here; TE_PATCHES_NIGHTLY=1 takes up to
+60,000.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import os
 import pickle
+import sys
 
 import hypothesis.strategies as st
 import te_patches
@@ -33,8 +36,21 @@ def stock_function(name):
     return inspect.unwrap(getattr(FusedAdam, name))
 
 
+def storage_holders(tensor):
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def live_tensors():
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
 class Model(RuleBasedStateMachine):
     """Two optimizers on equal parameters; `each` does the same to both."""
+
+    def __init__(self):
+        super().__init__()
+        gc.collect()
+        self.tensors_at_first = live_tensors()
 
     @initialize(options=st.sampled_from(OPTIONS), seed=st.integers(0, 1 << 30), decoupled=st.booleans())
     def build(self, options, seed, decoupled):
@@ -318,8 +334,40 @@ class Model(RuleBasedStateMachine):
             assert groups[0].get("step") == groups[1].get("step")
         assert self.calls[0] == self.calls[1]
 
+    def tensors(self, side):
+        """Every tensor that belongs to one side."""
+        optimizer, found = self.optimizers[side], []
+        for param in self.sides[side]:
+            found += [param, *optimizer.state.get(param, {}).values(), *optimizer._scales.get(param, {}).values()]
+            found += [getattr(param, name, None) for name in ("grad", "decoupled_grad")]
+        return [tensor for tensor in found if tensor is not None]
+
+    @invariant()
+    def nothing_else_is_held(self):
+        """Each tensor, and each storage, has as many holders as the twin's."""
+        if not hasattr(self, "optimizers"):
+            return
+        counts = [
+            [
+                (
+                    sys.getrefcount(tensor),
+                    tensor._use_count(),
+                    storage_holders(tensor),
+                    tensor.untyped_storage().nbytes(),
+                )
+                for tensor in self.tensors(side)
+            ]
+            for side in (0, 1)
+        ]
+        assert counts[0] == counts[1]
+
     def teardown(self):
+        for name in ("sides", "optimizers", "saved", "hooks"):
+            vars(self).pop(name, None)
+        gc.collect()
+        held = live_tensors() - self.tensors_at_first
         te_patches.revert()
+        assert held <= 0, f"{held} tensors outlive their optimizers"
 
 
 TestModel = Model.TestCase

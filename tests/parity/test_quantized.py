@@ -4,6 +4,7 @@ from their masters.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 
@@ -176,6 +177,41 @@ def test_gpu_other_quantized_parameters_equal_stock(case, make):
 def test_gpu_fp8_beside_plain_parameters_equal_stock(plain):
     te_patches.apply(kernels="native")
     run(Pair(delayed, BF16, plain, master_weights=True), 5)
+
+
+def seeded_and_given_new_quantizers():
+    """Masters are set before the first step (as examples of FSDP2 with fp8 parameters do), and quantizers and their
+    scales are other objects at every step (as recipes that change their scaling do).
+    """
+    te_patches.apply(kernels="native")
+    pair = Pair(lambda values: delayed(values, "kFloat8E4M3"), FP32, master_weights=True)
+    torch.manual_seed(4)
+    masters = [torch.randn(shape, device=DEVICE) for shape in SHAPES]
+    for params, optimizer in zip(pair.params, pair.optimizers, strict=True):
+        for param, master in zip(params, masters, strict=True):
+            optimizer.initialize_state(param, False)
+            optimizer.set_scaled_state(param, "master_param", master.clone())
+    for step in range(3):
+        pair.step()
+        for params in pair.params:
+            for param in params:
+                quantizer = copy.copy(param._quantizer)
+                quantizer.scale = quantizer.scale * (step + 2)
+                quantizer.amax = torch.zeros_like(quantizer.amax)
+                param._quantizer = quantizer
+    pair.step()
+    assert pair.tiers() == {"native"}
+
+
+@cpu_fp8_params
+def test_cpu_fp8_parameters_seeded_and_given_new_quantizers_equal_stock():
+    seeded_and_given_new_quantizers()
+
+
+@pytest.mark.gpu
+@needs_fp8_init
+def test_gpu_fp8_parameters_seeded_and_given_new_quantizers_equal_stock():
+    seeded_and_given_new_quantizers()
 
 
 @cpu_fp8_params
