@@ -11,6 +11,7 @@ use crate::plan::column::Role;
 use crate::plan::operands::Scaled;
 use crate::plan::table::CHUNK;
 use crate::tensor::Dtype;
+use crate::threads;
 
 /// Makes copies, one tensor after the other.
 ///
@@ -40,7 +41,7 @@ pub unsafe fn cast(copies: &[Copy]) {
 }
 
 unsafe fn verbatim(copy: &Copy) {
-    (0..copy.numel.div_ceil(CHUNK)).into_par_iter().for_each(|chunk| {
+    let work = |chunk| {
         let (start, end) = (chunk * CHUNK, copy.numel.min((chunk + 1) * CHUNK));
         // SAFETY: the caller's promise; source and target are different buffers.
         unsafe {
@@ -48,7 +49,8 @@ unsafe fn verbatim(copy: &Copy) {
             let (start, count) = (start as usize, (end - start) as usize);
             std::ptr::copy_nonoverlapping(source.add(start), target.add(start), count);
         }
-    });
+    };
+    threads::install(|| (0..copy.numel.div_ceil(CHUNK)).into_par_iter().for_each(work));
 }
 
 /// Calls `visit(start, values)` with the fp32 values of every block.
@@ -56,12 +58,13 @@ unsafe fn verbatim(copy: &Copy) {
 /// # Safety
 /// As for [`cast`].
 unsafe fn blocks(copy: &Copy, read: f32, visit: impl Fn(usize, &[f32]) + Sync) {
-    (0..copy.numel.div_ceil(BLOCK as u64)).into_par_iter().for_each(|block| {
+    let work = |block| {
         let mut values = [0.0; BLOCK];
         let start = block as usize * BLOCK;
         let values = &mut values[..BLOCK.min(copy.numel as usize - start)];
         // SAFETY: the caller's promise.
         unsafe { load(copy.cast.source, copy.source, start, read, values) };
         visit(start, values);
-    });
+    };
+    threads::install(|| (0..copy.numel.div_ceil(BLOCK as u64)).into_par_iter().for_each(work));
 }

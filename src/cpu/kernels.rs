@@ -13,6 +13,7 @@ use crate::plan::column::{Master, Role, Variant};
 use crate::plan::operands::{Addresses, Scaled};
 use crate::plan::table::{CHUNK, Table};
 use crate::tensor::Dtype;
+use crate::threads;
 
 /// fp32 gradient, value, moments and unused master of one block.
 struct Scratch([Box<[f32; BLOCK]>; 5]);
@@ -83,7 +84,7 @@ impl Update {
             .enumerate()
             .flat_map(|(tensor, (numel, ..))| (0..numel.div_ceil(CHUNK)).map(move |chunk| (tensor, chunk)))
             .collect();
-        chunks.into_par_iter().for_each_init(Scratch::default, |scratch, (tensor, chunk)| {
+        let work = |scratch: &mut Scratch, (tensor, chunk): (usize, u64)| {
             let (numel, addresses, factors) = &tensors[tensor];
             let end = (*numel).min((chunk + 1) * CHUNK);
             let mut start = chunk * CHUNK;
@@ -95,7 +96,8 @@ impl Update {
                 };
                 start += count;
             }
-        });
+        };
+        threads::install(|| chunks.into_par_iter().for_each_init(Scratch::default, work));
         found
     }
 }

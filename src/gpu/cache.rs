@@ -77,6 +77,7 @@ fn write(path: &Path, key: &blake3::Hash, content: &[u8]) -> std::io::Result<()>
 mod tests {
     use super::*;
     use std::convert::Infallible;
+    use std::process::{Command, Stdio};
 
     fn get(cache: &Cache, key: &str, content: &[u8]) -> (Vec<u8>, bool) {
         let mut made = false;
@@ -107,6 +108,64 @@ mod tests {
             assert_eq!(get(&cache, "a", b"again"), (b"again".to_vec(), true));
         }
         assert_eq!(get(&cache, "a", b"third"), (b"again".to_vec(), false));
+    }
+
+    /// Runs the test `name` of this module in processes of their own that see `folder`; how they ended.
+    fn in_processes(name: &str, count: usize, folder: &Path, before: &str) -> Vec<bool> {
+        let start = |_| {
+            Command::new("sh")
+                .args(["-c", &format!("{before} exec \"$0\" \"$@\"")])
+                .arg(std::env::current_exe().expect("this test"))
+                .args(["--exact", &format!("gpu::cache::tests::{name}")])
+                .env(FOLDER, folder)
+                .stdout(Stdio::null())
+                .spawn()
+                .expect("a process")
+        };
+        let children: Vec<_> = (0..count).map(start).collect();
+        children.into_iter().map(|mut child| child.wait().expect("its end").success()).collect()
+    }
+
+    const FOLDER: &str = "TE_PATCHES_TEST_FOLDER";
+    const KEYS: [&str; 4] = ["a", "b", "c", "d"];
+
+    fn files(folder: &Path) -> usize {
+        fs::read_dir(folder).expect("listing").count()
+    }
+
+    #[test]
+    fn sixty_four_processes_that_start_at_once_share_a_folder() {
+        let content = vec![7; 1 << 20];
+        if let Some(folder) = std::env::var_os(FOLDER) {
+            let cache = Cache::in_folder(Path::new(&folder));
+            for key in KEYS {
+                assert_eq!(get(&cache, key, &content).0, content);
+            }
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let name = "sixty_four_processes_that_start_at_once_share_a_folder";
+        assert_eq!(in_processes(name, 64, folder.path(), ""), [true; 64]);
+        assert_eq!(files(folder.path()), KEYS.len());
+        for key in KEYS {
+            assert_eq!(get(&Cache::in_folder(folder.path()), key, b""), (content.clone(), false));
+        }
+    }
+
+    #[test]
+    fn a_disk_that_fills_up_half_way_only_costs_time() {
+        if let Some(folder) = std::env::var_os(FOLDER) {
+            let cache = Cache::in_folder(Path::new(&folder));
+            for _ in 0..2 {
+                assert_eq!(get(&cache, "a", &[7; 1 << 20]), (vec![7; 1 << 20], true));
+            }
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        // No file may grow beyond a few KiB, and the signal that says so is ignored.
+        let limit = "trap '' XFSZ; ulimit -f 8;";
+        assert_eq!(in_processes("a_disk_that_fills_up_half_way_only_costs_time", 1, folder.path(), limit), [true]);
+        assert_eq!(files(folder.path()), 0, "what could not be finished is gone");
     }
 
     #[test]

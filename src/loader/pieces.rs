@@ -41,8 +41,10 @@ pub struct Size {
 /// Addresses of pieces in a buffer are multiples of this, as vector accesses want them.
 const ALIGNMENT: u64 = 16;
 
-/// Cuts copies into portions that fit into a buffer of `room` bytes each, in order.
+/// Cuts copies into portions that fit into a buffer of `room` bytes each, in order. The room holds at least
+/// thirty-two elements of each copy, so that half of it holds an aligned piece.
 pub fn portions(sizes: &[Size], room: u64) -> Vec<Vec<Piece>> {
+    debug_assert!(sizes.iter().all(|size| 2 * size.bytes * ALIGNMENT <= room), "no aligned piece fits into half of it");
     let mut portions = vec![Vec::new()];
     let mut used = 0;
     for (copy, size) in sizes.iter().enumerate() {

@@ -1,0 +1,204 @@
+"""Faults of the machine and of the process: kernels that may not be used, memory that runs out, forks, memory pools."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import te_patches
+import torch
+from options import Combination
+from te_patches import _core, _releases
+from twin import Twin, assert_same, bits
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+REMAINDER = Combination(BF16, BF16, "remainder", FP32)
+SCALED = Combination(BF16, BF16, "float32", FP16)
+
+
+def run(code: str) -> str:
+    """What `code` prints in a process of its own, with Transformer Engine's Python files to import."""
+    package = str(Path(_releases.import_fused_adam().__file__).parents[3])
+    environment = {**os.environ, "PYTHONPATH": package}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cpu_a_forked_child_steps_with_threads_of_its_own():
+    """The parent's threads do not exist in the child: work handed to them would never end."""
+    out = run("""
+import os, signal, torch, te_patches.cpu
+te_patches.cpu.enable()
+from transformer_engine.pytorch.optimizers import FusedAdam
+torch.set_num_threads(1)
+te_patches.apply()
+param = torch.nn.Parameter(torch.ones(100_000))
+optimizer = FusedAdam([param])
+param.grad = torch.ones(100_000)
+optimizer.step()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+print(optimizer.param_groups[0]["step"], float(param[7]).hex(), flush=True)
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+""")
+    lines = out.split("\n")[:2]
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("2 ")
+
+
+def test_cpu_a_machine_without_nvrtc_is_told_what_is_missing():
+    """Only torch's import, or this project's, brings the library where it is found."""
+    out = run("""
+import importlib.util, pathlib, sys
+folder = pathlib.Path(importlib.util.find_spec("te_patches").origin).parent
+spec = importlib.util.spec_from_file_location("te_patches._core", next(folder.glob("_core*.so")))
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+assert "torch" not in sys.modules
+try:
+    core.compile_kernel(core.kernel_variants()[0], 90, False)
+except RuntimeError as error:
+    print(error)
+else:
+    print("the library nvidia-cuda-nvrtc is the system's")
+""")
+    assert "nvidia-cuda-nvrtc" in out
+
+
+@pytest.mark.gpu
+def test_gpu_a_kernel_that_was_shown_to_differ_is_not_used():
+    te_patches.apply()
+    twin = Twin(REMAINDER, extra={"use_decoupled_grad": False})
+    names = ("bfloat16", "bfloat16", "float32", "float32", "remainder", "host")
+
+    def step():
+        for at, params in enumerate(zip(*twin.params, strict=True)):
+            fresh = torch.randn(params[0].shape, device="cuda").bfloat16()
+            for side, param in enumerate(params):
+                param.grad = fresh.clone()
+                twin.gradients[side][at] = param.grad
+        twin.step()
+        return {group["tier"] for group in te_patches.report(twin.mine)["groups"]}
+
+    twin.fill_gradients()
+    assert step() == {"native"}
+    _core.record_proof(0, names, "injected")
+    try:
+        assert step() == {"replay"}
+        reasons = {group["reason"] for group in te_patches.report(twin.mine)["groups"]}
+        assert any("injected" in reason for reason in reasons)
+        te_patches.apply(kernels="native")
+        before = [bits(p).clone() for p in twin.params[0]]
+        with pytest.raises(RuntimeError, match="injected"):
+            twin.mine.step()
+        assert_same([bits(p) for p in twin.params[0]], before, "parameter")
+    finally:
+        _core.record_proof(0, names, None)
+    assert step() == {"native"}
+
+
+@pytest.mark.gpu
+def test_gpu_memory_that_runs_out_while_planning_leaves_everything_as_it_was(monkeypatch):
+    """Scaled states need scratch memory; it is taken before any counter moves."""
+    te_patches.apply()
+    twin = Twin(SCALED)
+    for _ in range(2):
+        twin.fill_gradients()
+        twin.step()
+    twin.fill_gradients()
+    before = [bits(p).clone() for p in twin.params[0]], [group["step"] for group in twin.mine.param_groups]
+    empty = torch.empty
+
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        twin.mine.step()
+    monkeypatch.setattr(torch, "empty", empty)
+    assert_same([bits(p) for p in twin.params[0]], before[0], "parameter")
+    assert [group["step"] for group in twin.mine.param_groups] == before[1]
+    twin.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combination", [REMAINDER, SCALED], ids=str)
+def test_gpu_two_thousand_steps_hold_no_more_memory_than_the_first(combination):
+    """On the device and on the host, with fresh gradients at other addresses at every step."""
+    te_patches.apply()
+    twin = Twin(combination, shapes=[((2049,), at % 3) for at in range(20)], groups=2)
+
+    def train(steps):
+        for at in range(steps):
+            twin.fill_gradients(lambda index, at=at: (index + at) % 7 != 0)
+            twin.mine.step()
+        twin.gradients = [[], []]
+        for params in twin.params:
+            for param in params:
+                param.grad = None
+                if hasattr(param, "decoupled_grad"):
+                    del param.decoupled_grad
+        torch.cuda.synchronize()
+        gc.collect()
+        free, _ = torch.cuda.mem_get_info()
+        return torch.cuda.memory_allocated(), free, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    train(100)
+    held = train(100)
+    after = train(2000)
+    assert after[0] == held[0]
+    assert after[1] >= held[1] - (2 << 20)
+    assert after[2] - held[2] < 2048, "a KiB a step of host memory is kept"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combination", [REMAINDER, SCALED], ids=str)
+def test_gpu_steps_inside_a_memory_pool_equal_those_outside(combination):
+    """torch.cuda.MemPool: states, scratch and gradients are made in a pool of the caller's."""
+    te_patches.apply()
+    twin = Twin(combination)
+    pool = torch.cuda.MemPool()
+    for _ in range(3):
+        with torch.cuda.use_mem_pool(pool):
+            twin.fill_gradients()
+            twin.mine.step()
+        twin.stock_step(twin.stock)
+        twin.compare()
+    twin.fill_gradients()
+    twin.step()
+    torch.cuda.synchronize()
+    del twin, pool
+    gc.collect()
+
+
+@pytest.mark.gpu
+def test_gpu_a_forked_child_that_ends_leaves_the_parents_kernels_alone():
+    te_patches.apply()
+    twin = Twin(REMAINDER)
+    twin.fill_gradients()
+    twin.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        # What data loaders do: look around, touch no device, and end.
+        te_patches.report(twin.mine)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for _ in range(2):
+        twin.fill_gradients()
+        twin.step()
