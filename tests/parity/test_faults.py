@@ -48,12 +48,12 @@ optimizer.step()
 child = os.fork()
 if child == 0:
     signal.alarm(60)
+else:
+    assert os.waitpid(child, 0)[1] == 0
 optimizer.step()
 optimizer.load_state_dict(optimizer.state_dict())
 print(optimizer.param_groups[0]["step"], float(param[7]).hex(), flush=True)
-if child == 0:
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
+os._exit(0)
 """)
     lines = out.split("\n")[:2]
     assert lines[0] == lines[1]
