@@ -15,7 +15,7 @@ selection=gpu
 [ "$part" = core ] && selection="gpu and core"
 tally=$(mktemp -d)
 export OMP_NUM_THREADS=1 FAILURES=$out/failures.txt
-PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n "${PROCESSES:-8}" -m "$selection" tests/parity tests/load tests/clients tests/distributed --durations=5 \
+PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n "${PROCESSES:-8}" -m "$selection" tests/parity tests/load tests/clients tests/distributed tests/test_guides.py --durations=5 \
   >"$out/pytest.log" 2>&1
 status=$?
 grep -vE '^(SKIPPED|\.|s)' "$out/pytest.log" | tail -45

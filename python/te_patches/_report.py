@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from te_patches import _core, _load, _patching, _step
@@ -12,8 +13,37 @@ _REMEDY = (
 )
 
 
-def report(optimizer: Any = None) -> dict[str, Any]:
-    """The patches and, given an optimizer, how each of its groups was last stepped.
+class Report(dict[str, Any]):
+    """What `report()` found; printed, it is tables for people."""
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(file=io.StringIO(), width=200, no_color=True)
+        console.print(
+            f"te_patches {'applied' if self['applied'] else 'not applied'}, kernels {self['kernels']}, "
+            f"Transformer Engine {self['te']}, torch {self['torch']}"
+        )
+        if self.get("remedy"):
+            console.print(f"NOT REACHED: {self['remedy']}")
+        titles = {"patches": "patches", "proofs": "kernels compared with stock", "groups": "parameter groups"}
+        for name, title in titles.items():
+            if rows := self.get(name):
+                table = Table(*rows[0], title=title, title_justify="left")
+                for row in rows:
+                    table.add_row(
+                        *("\n".join(value) if isinstance(value, list) else f"{value}" for value in row.values())
+                    )
+                console.print(table)
+        if self.get("load"):
+            counts = ", ".join(f"{name} {count}" for name, count in self["load"].items())
+            console.print(f"last load, states: {counts}")
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def report(optimizer: Any = None) -> Report:
+    """The patches and, given an optimizer, how each of its groups was last stepped: a dict, which prints as tables.
 
     Keys: applied (bool), kernels ("auto", "native", "te"), te and torch (versions), patches (target, state, why),
     proofs (kernel, device, equal, reason). With an optimizer also groups: index, tier ("native", "replay", "stock"; ""
@@ -24,7 +54,8 @@ def report(optimizer: Any = None) -> dict[str, Any]:
     import torch
 
     applied = _patching.applied()
-    result: dict[str, Any] = {
+    result = Report()
+    result |= {
         "applied": applied is not None,
         "kernels": applied.switch.kernels if applied else None,
         "te": applied.switch.release.version if applied else None,

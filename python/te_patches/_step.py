@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,15 +35,27 @@ def patched_step(stock: Callable[..., Any], switch: Switch) -> Callable[..., Any
             return stock(self, closure, grad_scaler)
         loss = None if closure is None else closure()
         plan = plan_of(self)
+        first = plan is None
         if plan is None:
             _nvrtc.preload()
             plan = self.__dict__[_PLAN] = _core.Plan()
         _run(self, plan, switch, stock, grad_scaler)
+        if first:
+            _log.info("first step of an optimizer: %s", _tiers(plan))
         return loss
 
     # Whatever wraps this step for one optimizer takes the mark along.
     setattr(step, _MARK, True)
     return step
+
+
+def _tiers(plan: _core.Plan) -> str:
+    """How many groups took which tier, and why."""
+    groups = plan.report()
+    counted = Counter((group["tier"], group["reason"]) for group in groups)
+    tensors = sum(group["tensors"] for group in groups)
+    words = [f"{count} x {tier}" + (f" ({reason})" if reason else "") for (tier, reason), count in counted.items()]
+    return f"groups {', '.join(words)}; {tensors} tensors in native plans"
 
 
 def reaches(optimizer: Any) -> bool:

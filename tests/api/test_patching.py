@@ -283,6 +283,24 @@ def test_the_report_names_patches_tiers_and_counters():
     assert first["kernels"] == ["adam: bfloat16 parameter, bfloat16 gradient, float32 moments, float32 master (cpu)"]
     assert second["kernels"] == ["adam: float32 parameter, float32 gradient, float32 moments, no master (cpu)"]
     assert third["reason"] == "no parameters"
+    printed = str(report)
+    for word in ("applied", "FusedAdam.load_state_dict", "float32 master (cpu)", "no parameters", "last load"):
+        assert (word in printed) == (word != "last load")
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert "last load, states: " in str(te_patches.report(optimizer))
+
+
+def test_the_first_step_says_once_which_tiers_serve(caplog):
+    te_patches.apply()
+    param = torch.nn.Parameter(torch.ones(7))
+    optimizer = EarlyImport([{"params": [param]}, {"params": []}])
+    param.grad = torch.ones(7)
+    with caplog.at_level("INFO", logger="te_patches"):
+        for _ in range(2):
+            optimizer.step()
+    lines = [record.message for record in caplog.records if "first step" in record.message]
+    expected = "first step of an optimizer: groups 1 x native, 1 x native (no parameters); 1 tensors in native plans"
+    assert lines == [expected]
 
 
 def run(code, **environment):
