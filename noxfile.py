@@ -81,3 +81,20 @@ def fuzz(session: nox.Session) -> None:
     for target in ("views", "plan", "loader"):
         command = ["cargo", "+nightly", "fuzz", "run", "--fuzz-dir", "tests/fuzz", target, "--"]
         session.run(*command, f"-max_total_time={seconds}", external=True)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """The wheels for x86-64 and aarch64 Linux and the source distribution, into dist/; needs rustup."""
+    session.install("maturin>=1.9,<2", "ziglang", "auditwheel")
+    dist = Path("dist")
+    shutil.rmtree(dist, ignore_errors=True)
+    for target in ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"):
+        session.run("rustup", "target", "add", target, external=True)
+        command = ["maturin", "build", "--release", "--locked", "--zig", "--compatibility", "manylinux_2_28"]
+        session.run(*command, "--target", target, "--out", str(dist))
+    session.run("maturin", "sdist", "--out", str(dist))
+    for wheel in sorted(dist.glob("*.whl")):
+        session.run("auditwheel", "show", str(wheel))
+        if wheel.stat().st_size > 10 << 20:
+            session.error(f"{wheel.name} is larger than 10 MB")
