@@ -44,6 +44,16 @@ def live_tensors():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+def setup_module():
+    """What exists before is left out of collections, of which every example makes two."""
+    gc.collect()
+    gc.freeze()
+
+
+def teardown_module():
+    gc.unfreeze()
+
+
 class Model(RuleBasedStateMachine):
     """Two optimizers on equal parameters; `each` does the same to both."""
 
