@@ -65,6 +65,12 @@ class Run:
                 self.notes += [(f"scale of {name} {where}", (scale + 0.0).cpu()) for name, scale in scales.items()]
         self.notes += [("value", value) for value in more]
 
+    def step(self, optimizer: Any, params: Sequence[Any], **gradients: Any) -> None:
+        """A step with fresh gradients (as `fill` makes them), noted."""
+        self.fill(params, **gradients)
+        optimizer.step()
+        self.note(optimizer)
+
     def attempt(self, action: Callable[[], Any]) -> bool:
         """Notes the type of what `action` raises; whether it raised nothing."""
         try:

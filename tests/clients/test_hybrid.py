@@ -46,9 +46,7 @@ def test_a_hybrid_optimizer_rebinds_groups_and_adds_masters_of_its_own(machine):
                 optimizer.state[clone]["master_param"] = alien
         for slots, name in states(optimizer):
             slots[name] = slots[name].to(DEVICE, copy=True)
-        run.fill(clones)
-        optimizer.step()
-        run.note(optimizer)
+        run.step(optimizer, clones)
         return optimizer
 
     compare(sequence)
@@ -83,9 +81,7 @@ def test_a_dummy_step_makes_states_and_nothing_else(machine, by, adam_w_mode):
         assert len(optimizer.state) == len(params)
         optimizer.use_decoupled_grad = True
         for _ in range(3):
-            run.fill(params, attribute="decoupled_grad", dtype=torch.float32)
-            optimizer.step()
-            run.note(optimizer)
+            run.step(optimizer, params, attribute="decoupled_grad", dtype=torch.float32)
         return optimizer
 
     compare(sequence)

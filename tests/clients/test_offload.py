@@ -52,9 +52,7 @@ def test_states_move_slot_by_slot_and_their_memory_is_free_meanwhile(machine):
             for slots, name in states(optimizer):
                 slots[name] = slots[name].to(DEVICE, copy=True, non_blocking=True)
             del held
-            run.fill(params)
-            optimizer.step()
-            run.note(optimizer)
+            run.step(optimizer, params)
         return optimizer
 
     compare(sequence)
@@ -70,9 +68,7 @@ def test_one_flat_buffer_of_masters_and_states_is_resized_away_and_back(machine)
         params = [piece.view(-1) for piece in flat.split(sizes)]
         optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1)
         for _ in range(4):
-            run.fill(params)
-            optimizer.step()
-            run.note(optimizer)
+            run.step(optimizer, params)
             tensors = [flat, *(slots[name] for slots, name in states(optimizer))]
             kept = [(tensor, tensor.to("cpu", copy=True), tensor.untyped_storage().nbytes()) for tensor in tensors]
             for tensor, _, _ in kept:
@@ -82,9 +78,7 @@ def test_one_flat_buffer_of_masters_and_states_is_resized_away_and_back(machine)
                 tensor.untyped_storage().resize_(size)
                 tensor.copy_(values)
             del held
-        run.fill(params)
-        optimizer.step()
-        run.note(optimizer)
+        run.step(optimizer, params)
         return optimizer
 
     compare(sequence)
@@ -101,9 +95,7 @@ def test_a_model_of_dtensors_leaves_and_comes_back(machine, shard):
         )
         optimizer = FusedAdam(model.parameters(), **RL)
         for _ in range(3):
-            run.fill(list(model.parameters()), wrap=shard)
-            optimizer.step()
-            run.note(optimizer)
+            run.step(optimizer, list(model.parameters()), wrap=shard)
             optimizer.zero_grad()
             before = allocated()
             size = sum(param._local_tensor.untyped_storage().nbytes() for param in model.parameters())
@@ -112,9 +104,7 @@ def test_a_model_of_dtensors_leaves_and_comes_back(machine, shard):
             held = junk()
             model._apply(lambda tensor: tensor.to(DEVICE, copy=True))
             del held
-        run.fill(list(model.parameters()), wrap=shard)
-        optimizer.step()
-        run.note(optimizer)
+        run.step(optimizer, list(model.parameters()), wrap=shard)
         return optimizer
 
     compare(sequence)
@@ -126,9 +116,7 @@ def test_a_load_while_states_are_away_puts_them_beside_their_parameters(machine,
     def sequence(run):
         params = run.params(*SHAPES)
         optimizer = FusedAdam(params, **RL)
-        run.fill(params)
-        optimizer.step()
-        run.note(optimizer)
+        run.step(optimizer, params)
         saved = copy.deepcopy(optimizer.state_dict())
         saved["state"] = {
             at: {name: value.cpu() for name, value in values.items()} for at, values in saved["state"].items()
@@ -144,9 +132,7 @@ def test_a_load_while_states_are_away_puts_them_beside_their_parameters(machine,
         places = {slots[name].device.type for slots, name in states(optimizer)}
         assert places == {DEVICE}
         run.note(optimizer)
-        run.fill(params)
-        optimizer.step()
-        run.note(optimizer)
+        run.step(optimizer, params)
         return optimizer
 
     compare(sequence)
@@ -183,17 +169,13 @@ def test_states_are_reset_in_place_before_a_rollout(machine):
         optimizer = FusedAdam(params, **RL)
         for _ in range(3):
             for _ in range(2):
-                run.fill(params)
-                optimizer.step()
-                run.note(optimizer)
+                run.step(optimizer, params)
             for group in optimizer.param_groups:
                 group["step"] = 0
             for slots, name in states(optimizer):
                 if name != "master_param":
                     slots[name].zero_()
-        run.fill(params)
-        optimizer.step()
-        run.note(optimizer)
+        run.step(optimizer, params)
         return optimizer
 
     compare(sequence)

@@ -52,9 +52,7 @@ def test_flags_and_numbers_change_between_steps(machine):
         optimizer = FusedAdam(params, master_weights=True)
 
         def step(attribute="grad", dtype=None):
-            run.fill(params, attribute=attribute, dtype=dtype)
-            optimizer.step()
-            run.note(optimizer)
+            run.step(optimizer, params, attribute=attribute, dtype=dtype)
 
         step()
         # Megatron-FSDP flips these after construction.
@@ -231,20 +229,14 @@ def test_scaled_states_are_saved_loaded_into_fresh_optimizers_and_cleared(machin
         params = run.params((33, 64), (7,), (4097,))
         optimizer = FusedAdam(params, lr=1e-2, master_weights=True, **options)
         for _ in range(5):
-            run.fill(params)
-            optimizer.step()
-            run.note(optimizer)
+            run.step(optimizer, params)
         saved = copy.deepcopy(optimizer.state_dict())
         fresh = FusedAdam(params, lr=1e-2, master_weights=True, **options)
         fresh.load_state_dict(saved)
         run.note(fresh)
-        run.fill(params)
-        fresh.step()
-        run.note(fresh)
+        run.step(fresh, params)
         fresh.state.clear()
-        run.fill(params)
-        fresh.step()
-        run.note(fresh)
+        run.step(fresh, params)
         return fresh
 
     compare(sequence)
