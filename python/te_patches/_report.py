@@ -20,7 +20,7 @@ class Report(dict[str, Any]):
         from rich.console import Console
         from rich.table import Table
 
-        console = Console(file=io.StringIO(), width=200, no_color=True)
+        console = Console(file=io.StringIO(), width=200, no_color=True, markup=False)
         console.print(
             f"te_patches {'applied' if self['applied'] else 'not applied'}, kernels {self['kernels']}, "
             f"Transformer Engine {self['te']}, torch {self['torch']}"
