@@ -1,4 +1,4 @@
-//! The threads that work on host memory. Invariant: they are this process's own. A fork takes none along, and work
+//! The threads of the CPU kernels and casts. Invariant: they are this process's own. A fork takes none along, and work
 //! handed to threads that are gone would never end, so a child gets threads of its own at first use.
 
 use std::sync::{Mutex, PoisonError};

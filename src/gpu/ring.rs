@@ -11,7 +11,6 @@ use crate::gpu::kernels::Kernels;
 use crate::gpu::registry::with_kernels;
 use crate::loader::pieces::{Pass, Piece, Size, portions};
 use crate::loader::{Copy, tables};
-use crate::threads;
 
 /// Slots of page-locked memory: one is filled while the device copies another and a third waits its turn.
 pub const SLOTS: usize = 3;
@@ -219,9 +218,8 @@ unsafe fn copy_host(copies: impl Iterator<Item = (u64, u64, usize)>) {
             (0..bytes).step_by(SHARE).map(move |at| (source + at as u64, target + at as u64, SHARE.min(bytes - at)))
         })
         .collect();
-    let work = |(source, target, bytes)| {
+    shares.into_par_iter().for_each(|(source, target, bytes)| {
         // SAFETY: the caller's promise; shares do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, bytes) };
-    };
-    threads::install(|| shares.into_par_iter().for_each(work));
+    });
 }
