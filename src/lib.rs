@@ -1,8 +1,8 @@
 //! The native core of `te_patches`.
 //!
 //! Layers, lower ones know nothing of higher ones:
-//! `tensor`, `options` (plain data), `threads` → `plan` (which launches a step makes), `loader` (which copies a load
-//! makes) → `cpu`, `gpu` (running them) → `python` (reading Python objects, the classes that Python sees).
+//! `tensor`, `options` (plain data) → `plan` (which launches a step makes), `loader` (which copies a load makes) →
+//! `cpu`, `gpu` (running them) → `python` (reading Python objects, the classes that Python sees).
 //! `unsafe` lives in `cpu::{kernels, scaling, casts}` (elements at tensors' addresses), `gpu::{nvrtc, driver, ring}`
 //! (foreign calls, copies) and `python::{reader, shim, prefetch}` (Python objects); `gpu::kernels` and
 //! `python::{device, moves}` hand addresses on.
@@ -14,4 +14,3 @@ pub mod options;
 pub mod plan;
 mod python;
 pub mod tensor;
-pub mod threads;

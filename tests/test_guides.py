@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import te_release
-from te_patches import _releases
+from process import run
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = re.split(r"^## ", (ROOT / "docs" / "guides.md").read_text(), flags=re.M)[1:]
@@ -22,17 +19,6 @@ BLOCKS = [
 ON_CPU = "import te_patches.cpu; te_patches.cpu.enable()\n"
 
 
-def run(block, before=""):
-    package = str(Path(_releases.import_fused_adam().__file__).parents[3])
-    path = [package, os.environ.get("PYTHONPATH", "")]
-    if "nemo" in block:
-        path.append(str(te_release.fetch("0.7.0", "nemo-automodel")))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    command = [sys.executable, "-W", "ignore", "-c", before + block]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
 def test_every_section_has_its_example():
     assert len(BLOCKS) == len(SECTIONS) == 6
 
@@ -41,7 +27,8 @@ def test_every_section_has_its_example():
 def test_cpu_guides_run(block):
     if block.startswith("# on a GPU"):
         pytest.skip("says that it needs a GPU")
-    run(block, ON_CPU)
+    folders = [te_release.fetch("0.7.0", "nemo-automodel")] if "nemo" in block else []
+    run(ON_CPU + block, *folders)
 
 
 @pytest.mark.gpu

@@ -7,3 +7,4 @@ pub mod casts;
 pub mod fp8;
 pub mod kernels;
 pub mod scaling;
+mod threads;

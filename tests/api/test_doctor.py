@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
+import process
 import te_patches
 from te_patches import _doctor, _releases
 
@@ -15,8 +14,7 @@ ENABLE = "import te_patches.cpu, te_patches.__main__ as m; te_patches.cpu.enable
 
 
 def doctor(code: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
-    package = str(Path(_releases.import_fused_adam().__file__).parents[3])
-    variables = {**os.environ, "PYTHONPATH": package, **environment}
+    variables = {**process.environment(), **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
     return done.returncode, {row["what"]: row for row in json.loads(done.stdout)}
 

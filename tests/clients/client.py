@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ class Run:
         self.patched = patched
         self.notes: list[tuple[str, Any]] = []
         self.generator = torch.Generator(DEVICE).manual_seed(11)
-        self.optimizers: list[Any] = []
 
     def random(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(tuple(shape), generator=self.generator, device=DEVICE).to(dtype)
@@ -89,17 +87,18 @@ class Run:
             te_patches.apply()
 
 
-def compare(sequence: Callable[[Run], Any], native: bool = True) -> None:
-    """Runs `sequence` with stock, then with patches, and compares their notes. `native`: the optimizer that it returns
-    was last stepped natively in all groups.
+def compare(sequence: Callable[[Run], Any]) -> None:
+    """Runs `sequence` with stock, then with patches, and compares their notes. The optimizer that it returns must have
+    been stepped natively in all groups at last.
     """
     runs = []
     for patched in (False, True):
         te_patches.revert()
         run = Run(patched)
         run.on()
+        assert te_patches.report()["applied"] == patched
         optimizer = sequence(run)
-        if patched and native:
+        if patched:
             tiers = {group["tier"] for group in te_patches.report(optimizer)["groups"]}
             assert tiers == {"native"}
         runs.append(run)
@@ -125,8 +124,3 @@ def states(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:
     for slots in optimizer.state.values():
         for name in list(slots):
             yield slots, name
-
-
-def raw(name: str) -> Callable[..., Any]:
-    """FusedAdam's function of that name beneath whatever wraps it."""
-    return inspect.unwrap(getattr(fused_adam.FusedAdam, name))

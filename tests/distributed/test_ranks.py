@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import te_release
 import torch
+from process import environment
 
 SCRIPT = Path(__file__).with_name("fsdp2_train.py")
 STEPS, SAVED = 50, 25
@@ -19,13 +18,10 @@ STEPS, SAVED = 50, 25
 
 def run(out: Path, ranks: int, *arguments: object) -> dict[str, Any]:
     """One training run; its digest."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", RAYON_NUM_THREADS="1", NCCL_NVLS_ENABLE="0")
-    if not torch.cuda.is_available():
-        path = [str(te_release.fetch(te_release.chosen())), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    variables = {**environment(), "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*launch, str(SCRIPT), "--out", str(out), "--steps", str(STEPS), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(out.read_text())
     return found

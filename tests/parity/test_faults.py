@@ -5,32 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import te_patches
 import torch
 from options import Combination
-from te_patches import _core, _releases
+from process import run
+from te_patches import _core
 from twin import Twin, assert_same, bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 REMAINDER = Combination(BF16, BF16, "remainder", FP32)
 SCALED = Combination(BF16, BF16, "float32", FP16)
-
-
-def run(code: str) -> str:
-    """What `code` prints in a process of its own, with Transformer Engine's Python files to import."""
-    package = str(Path(_releases.import_fused_adam().__file__).parents[3])
-    environment = {**os.environ, "PYTHONPATH": package}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_cpu_a_forked_child_steps_with_threads_of_its_own():
@@ -82,19 +69,14 @@ else:
 @pytest.mark.gpu
 def test_gpu_a_kernel_that_was_shown_to_differ_is_not_used():
     te_patches.apply()
-    twin = Twin(REMAINDER, extra={"use_decoupled_grad": False})
+    twin = Twin(REMAINDER)
     names = ("bfloat16", "bfloat16", "float32", "float32", "remainder", "host")
 
     def step():
-        for at, params in enumerate(zip(*twin.params, strict=True)):
-            fresh = torch.randn(params[0].shape, device="cuda").bfloat16()
-            for side, param in enumerate(params):
-                param.grad = fresh.clone()
-                twin.gradients[side][at] = param.grad
+        twin.fill_gradients()
         twin.step()
         return {group["tier"] for group in te_patches.report(twin.mine)["groups"]}
 
-    twin.fill_gradients()
     assert step() == {"native"}
     _core.record_proof(0, names, "injected")
     try:
@@ -146,12 +128,7 @@ def test_gpu_two_thousand_steps_hold_no_more_memory_than_the_first(combination):
         for at in range(steps):
             twin.fill_gradients(lambda index, at=at: (index + at) % 7 != 0)
             twin.mine.step()
-        twin.gradients = [[], []]
-        for params in twin.params:
-            for param in params:
-                param.grad = None
-                if hasattr(param, "decoupled_grad"):
-                    del param.decoupled_grad
+        twin.fill_gradients(lambda _: False)
         torch.cuda.synchronize()
         gc.collect()
         free, _ = torch.cuda.mem_get_info()
