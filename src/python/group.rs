@@ -12,6 +12,7 @@ use crate::python::faults::{self, Place};
 use crate::python::options::Switches;
 use crate::python::prefetch::{self, AHEAD, Chain, Trails};
 use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries};
+use crate::python::recall::{Kinds, UNKNOWN};
 use crate::tensor::{Device, Dtype, View};
 
 /// What a step does once its kernels are launched.
@@ -110,6 +111,9 @@ pub struct GroupReader<'a, 'py> {
     pub scales: &'a mut StateWalk<'py>,
     pub aftermath: &'a mut Aftermath<'py>,
     pub trails: &'a mut Trails,
+    pub kinds: &'a mut Kinds,
+    /// The kinds that the gradients were of.
+    pub grad_kinds: &'a mut Vec<u32>,
     pub switches: &'a Switches,
     pub release: &'a Release,
     pub group: usize,
@@ -149,8 +153,7 @@ impl<'py> GroupReader<'_, 'py> {
                     None => return Ok(Outcome::Unserved("a quantized parameter that this release does not know")),
                 }
             } else {
-                let view = self.view(&local, place, &param, Role::Param)?;
-                self.note(param.as_ptr() as u64, &local, &view);
+                let view = self.noted_view(param.as_ptr() as u64, &local, place, &param, Role::Param)?;
                 Value { tensor: local, view, scaling: None, quantized: None }
             };
             let grad = self.checked_grad(place, &param, outer, grad)?;
@@ -188,6 +191,23 @@ impl<'py> GroupReader<'_, 'py> {
 
     fn view(&self, tensor: &Bound<'py, PyAny>, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<View> {
         self.reader.view(tensor).map_err(|error| faults::unreadable(error, place, param, role))
+    }
+
+    /// As `view`, noted for the next step.
+    fn noted_view(
+        &mut self,
+        outer: u64,
+        tensor: &Bound<'py, PyAny>,
+        place: Place,
+        param: &Bound<'py, PyAny>,
+        role: Role,
+    ) -> PyResult<View> {
+        let (view, kind) = self
+            .reader
+            .view_alike(tensor, self.kinds, self.trails.kind())
+            .map_err(|error| faults::unreadable(error, place, param, role))?;
+        self.trails.note(outer, tensor.as_ptr() as u64, view.record, self.reader.record_at(), kind);
+        Ok(view)
     }
 
     /// The data of an fp8 parameter that the kernels write themselves, or the shape of what another one is made of.
@@ -289,8 +309,17 @@ impl<'py> GroupReader<'_, 'py> {
     }
 
     /// The gradient's view; sparse ones have none.
-    fn grad_view(&self, place: Place, param: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny>) -> PyResult<View> {
-        self.reader.view(grad).map_err(|error| {
+    fn grad_view(&mut self, place: Place, param: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny>) -> PyResult<View> {
+        if self.grad_kinds.len() <= place.index {
+            self.grad_kinds.resize(place.index + 1, UNKNOWN);
+        }
+        let known = &mut self.grad_kinds[place.index];
+        let read = self.reader.view_alike(grad, self.kinds, *known);
+        read.map(|(view, kind)| {
+            *known = kind;
+            view
+        })
+        .map_err(|error| {
             let dense = grad
                 .getattr("layout")
                 .and_then(|layout| Ok(layout.is(&grad.py().import("torch")?.getattr("strided")?)))
@@ -300,7 +329,7 @@ impl<'py> GroupReader<'_, 'py> {
     }
 
     fn check_grad(
-        &self,
+        &mut self,
         place: Place,
         param: &Bound<'py, PyAny>,
         view: View,
@@ -363,9 +392,7 @@ impl<'py> GroupReader<'_, 'py> {
                 }
                 return Ok(None);
             }
-            let state = self.read_state(place, param, roles[at], dtypes[at], tensor, inner)?;
-            self.note(outer_address, &state.tensor, &state.view);
-            states[at] = Some(state);
+            states[at] = Some(self.read_state(place, param, roles[at], dtypes[at], outer_address, tensor, inner)?);
         }
         let [Some(exp_avg), Some(exp_avg_sq), mut master] = states else {
             return Err(PyRuntimeError::new_err("the moments were not read"));
@@ -408,6 +435,7 @@ impl<'py> GroupReader<'_, 'py> {
         param: &Bound<'py, PyAny>,
         role: Role,
         dtype: Dtype,
+        outer: u64,
         tensor: Bound<'py, PyAny>,
         inner: Kind,
     ) -> PyResult<State<'py>> {
@@ -417,7 +445,7 @@ impl<'py> GroupReader<'_, 'py> {
                 let error = PyTypeError::new_err("it is no Float8Tensor, but the optimizer's options call for fp8");
                 return Err(unreadable(error));
             };
-            let view = View { dtype: fp8.dtype, ..self.view(&fp8.data, place, param, role)? };
+            let view = View { dtype: fp8.dtype, ..self.noted_view(outer, &fp8.data, place, param, role)? };
             let factor = self.scale_of(place, param, role)?;
             let mut one = |name, tensor| self.number(name, tensor, view.device).map_err(unreadable);
             let scaling = Scaling {
@@ -434,7 +462,7 @@ impl<'py> GroupReader<'_, 'py> {
         if inner == Kind::Wrapped {
             return Err(unreadable(PyTypeError::new_err("it is no plain tensor")));
         }
-        let view = self.view(&tensor, place, param, role)?;
+        let view = self.noted_view(outer, &tensor, place, param, role)?;
         let mut scaling = None;
         if dtype == Dtype::F16 {
             let factor = self.scale_of(place, param, role)?;
@@ -444,16 +472,12 @@ impl<'py> GroupReader<'_, 'py> {
         Ok(State { tensor, view, scaling })
     }
 
-    /// Notes where a tensor lies, for the next step.
-    fn note(&mut self, outer: u64, local: &Bound<'py, PyAny>, view: &View) {
-        let at = self.reader.record_at();
-        self.trails.note(outer, local.as_ptr() as u64, view.record, at);
-    }
-
     /// Address of the one fp32 number of a tensor that scales another.
     fn number(&mut self, name: &str, tensor: &Bound<'py, PyAny>, device: Device) -> PyResult<u64> {
-        let view = self.reader.one(name, tensor, Dtype::F32, device)?;
-        self.note(tensor.as_ptr() as u64, tensor, &view);
+        let (view, kind) = self.reader.view_alike(tensor, self.kinds, self.trails.kind())?;
+        self.reader.check_one(name, tensor, &view, Dtype::F32, device)?;
+        let object = tensor.as_ptr() as u64;
+        self.trails.note(object, object, view.record, self.reader.record_at(), kind);
         Ok(view.address)
     }
 

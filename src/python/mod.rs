@@ -12,6 +12,7 @@ mod moves;
 mod options;
 mod prefetch;
 mod reader;
+mod recall;
 mod save;
 mod shim;
 mod step;

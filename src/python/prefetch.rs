@@ -3,6 +3,8 @@
 //! most of the waiting. Invariant: addresses noted in one step are only ever hints in the next, never read through; what is
 //! read through belongs to tensors that are held.
 
+use crate::python::recall::UNKNOWN;
+
 /// How many parameters ahead memory is asked for.
 pub const AHEAD: usize = 6;
 
@@ -11,13 +13,24 @@ pub const AHEAD: usize = 6;
 pub struct Trails {
     before: Notes,
     now: Notes,
+    /// The tensor among those before that the next one will be like.
+    next: usize,
+}
+
+/// Where a tensor lay and what kind it was.
+#[derive(Clone, Copy, Debug)]
+struct Note {
+    outer: u64,
+    local: u64,
+    shape: u64,
+    storage: u64,
+    kind: u32,
 }
 
 /// What one reading of a group noted, one parameter after the other, so that the processor sees it coming.
 #[derive(Debug, Default)]
 struct Notes {
-    /// Of each tensor: the outer and the local object, the local tensor's shape and its storage.
-    tensors: Vec<[u64; 4]>,
+    tensors: Vec<Note>,
     /// Of each dict: the object and the table of its keys.
     dicts: Vec<[u64; 2]>,
     /// Where each parameter's begin.
@@ -35,18 +48,31 @@ impl Trails {
 
     /// The next parameter's objects follow.
     pub fn begin_parameter(&mut self) {
+        let index = self.now.starts.len();
         self.now.starts.push([self.now.tensors.len(), self.now.dicts.len()]);
+        self.next = self.before.starts.get(index).map_or(usize::MAX, |&[tensors, _]| tensors);
     }
 
-    /// Notes the objects of one live tensor.
-    pub fn note(&mut self, outer: u64, local: u64, shape: u64, at: Option<RecordAt>) {
-        self.now.tensors.push([outer, local, shape, at.map_or(0, |at| at.storage(local))]);
+    /// The kind that the next tensor to be noted was of.
+    pub fn kind(&self) -> u32 {
+        self.before.tensors.get(self.next).map_or(UNKNOWN, |note| note.kind)
+    }
+
+    /// Notes the objects of one live tensor and its kind.
+    pub fn note(&mut self, outer: u64, local: u64, shape: u64, at: Option<RecordAt>, kind: u32) {
+        self.next = self.next.wrapping_add(1);
+        self.now.tensors.push(Note { outer, local, shape, storage: at.map_or(0, |at| at.storage(local)), kind });
     }
 
     /// Notes a live dict, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
     pub fn note_dict(&mut self, dict: u64) {
         // SAFETY: the dict is live.
         self.now.dicts.push([dict, unsafe { read(dict + 32) }]);
+    }
+
+    /// Tensors noted in the last reading.
+    pub fn tensors(&self) -> usize {
+        self.now.tensors.len()
     }
 
     /// Asks for all that a parameter had.
@@ -58,7 +84,7 @@ impl Trails {
             fetch(dict);
             lines(keys, 3);
         }
-        for &[outer, local, shape, storage] in &tensors[first_tensor..last_tensor] {
+        for &Note { outer, local, shape, storage, .. } in &tensors[first_tensor..last_tensor] {
             object(outer);
             if local != outer {
                 object(local);
@@ -100,7 +126,7 @@ impl RecordAt {
     }
 
     /// Record of a live tensor.
-    fn record(self, object: u64) -> u64 {
+    pub fn record(self, object: u64) -> u64 {
         // SAFETY: the tensor is live, and every tensor's object has this word.
         unsafe { read(object + self.offset) }
     }
@@ -198,7 +224,7 @@ fn class(object: u64) -> u64 {
 ///
 /// # Safety
 /// Eight bytes at `address` must be readable.
-unsafe fn read(address: u64) -> u64 {
+pub unsafe fn read(address: u64) -> u64 {
     // SAFETY: the caller's promise.
     unsafe { (address as *const u64).read_unaligned() }
 }

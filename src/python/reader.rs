@@ -15,6 +15,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyString, PyTuple, PyType};
 
 use crate::python::prefetch::RecordAt;
+use crate::python::recall::{Kinds, Recall, UNKNOWN};
 use crate::python::shim::Shim;
 use crate::tensor::{Device, Dtype, View};
 
@@ -80,6 +81,7 @@ struct Class<'py> {
 pub struct Torch {
     exchange: Option<Exchange>,
     shim: Option<Shim>,
+    recall: Option<Recall>,
     tensor: Py<PyType>,
     dtypes: [(Py<PyAny>, Dtype); 9],
     plain_dispatch: Py<PyAny>,
@@ -116,13 +118,22 @@ impl Torch {
             Ok(function) => function.unbind(),
             Err(_) => py.None(),
         };
-        let shim = exchange.as_ref().and_then(|exchange| {
-            let probes = probes(py).ok()?;
-            Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe))
-        });
+        let probes = probes(py)?;
+        let shim = exchange
+            .as_ref()
+            .and_then(|exchange| Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe)));
+        let recall = match &shim {
+            Some(shim) => {
+                let views: Option<Vec<View>> = probes.iter().map(|probe| shim.view(probe)).collect();
+                let strangers = strangers(py)?;
+                views.and_then(|views| Recall::find(&probes, &views, &strangers))
+            }
+            None => None,
+        };
         Ok(Torch {
             exchange,
             shim,
+            recall,
             tensor: tensor.unbind(),
             dtypes: [
                 dtype("float32", Dtype::F32)?,
@@ -193,6 +204,19 @@ fn probes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
     probes.push(base.call_method0("sum")?);
     probes.push(torch.getattr("nn")?.getattr("Parameter")?.call1((base,))?);
     Ok(probes)
+}
+
+/// Tensors unlike the probes in what their views do not say: on no device, negated when read, copied when written.
+fn strangers(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
+    let torch = py.import("torch")?;
+    let base = || torch.call_method1("empty", ((3, 5),))?.call_method1("to", ("cpu",));
+    let mut strangers = vec![base()?.call_method1("to", ("meta",))?];
+    for name in ["_neg_view", "_lazy_clone"] {
+        if let Ok(function) = torch.getattr(name) {
+            strangers.push(function.call1((base()?,))?);
+        }
+    }
+    Ok(strangers)
 }
 
 /// The view of a tensor through DLPack.
@@ -429,6 +453,18 @@ impl<'py> Reader<'py> {
         Ok(view)
     }
 
+    /// As `view`, of a tensor that is likely to be of the kind of this number; with the number of its kind.
+    pub fn view_alike(&self, tensor: &Bound<'py, PyAny>, kinds: &mut Kinds, number: u32) -> PyResult<(View, u32)> {
+        let Some(recall) = &self.torch.recall else { return Ok((self.view(tensor)?, UNKNOWN)) };
+        if let Some(view) = kinds.view(recall, number, tensor)
+            && (view.numel == 0 || view.address >= LOW_ADDRESS)
+        {
+            return Ok((view, number));
+        }
+        let view = self.view(tensor)?;
+        Ok((view, kinds.learn(recall, tensor, &view)))
+    }
+
     /// As `view`, of a tensor whose elements are not needed: its storage may have been released.
     pub fn shape_view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
         match self.torch.shim.as_ref().and_then(|shim| shim.view(tensor)) {
@@ -516,8 +552,21 @@ impl<'py> Reader<'py> {
     /// A tensor of one element. TypeError for another.
     pub fn one(&self, name: &str, tensor: &Bound<'py, PyAny>, dtype: Dtype, device: Device) -> PyResult<View> {
         let view = self.view(tensor)?;
+        self.check_one(name, tensor, &view, dtype, device)?;
+        Ok(view)
+    }
+
+    /// Refuses a tensor whose view is not that of one element.
+    pub fn check_one(
+        &self,
+        name: &str,
+        tensor: &Bound<'py, PyAny>,
+        view: &View,
+        dtype: Dtype,
+        device: Device,
+    ) -> PyResult<()> {
         if view.numel == 1 && view.dtype == dtype && view.device == device {
-            return Ok(view);
+            return Ok(());
         }
         Err(PyTypeError::new_err(format!(
             "FusedAdam takes {name} as a tensor of one torch.{} on {device}, got {} of shape {} on {}",

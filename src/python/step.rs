@@ -16,13 +16,18 @@ use crate::python::group::{Aftermath, GroupReader, Outcome, Release};
 use crate::python::options::{LiveTensors, Switches, advance, read_live, read_options};
 use crate::python::prefetch::Trails;
 use crate::python::reader::{Reader, StateWalk};
+use crate::python::recall::Kinds;
 use crate::tensor::Device;
+
+/// Kinds of tensors that a plan may know beside those of its tensors.
+const SPARE_KINDS: usize = 64;
 
 /// What one group's last step was.
 #[derive(Default)]
 struct GroupRecord {
     plan: GroupPlan,
     trails: Trails,
+    grad_kinds: Vec<u32>,
     tier: &'static str,
     reason: String,
     steps: u64,
@@ -34,6 +39,7 @@ struct GroupRecord {
 #[derive(Default)]
 pub struct Plan {
     groups: Vec<GroupRecord>,
+    kinds: Kinds,
 }
 
 /// What Python has to do before the step can go on; the optimizer is as it was.
@@ -74,6 +80,8 @@ impl Plan {
         let (mut reader, mut walk, mut aftermath) = (Reader::new(py)?, StateWalk::new(state), Aftermath::default());
         self.groups.truncate(groups.len());
         self.groups.resize_with(groups.len(), GroupRecord::default);
+        let noted: usize = self.groups.iter().map(|record| record.trails.tensors()).sum();
+        self.kinds.keep_within(SPARE_KINDS + 4 * noted);
 
         let mut ready: Vec<(usize, Bound<'py, PyDict>, Header, Vec<Scratch<'py>>)> = Vec::with_capacity(groups.len());
         let (mut uncounted, mut moved) = (Vec::new(), Vec::new());
@@ -101,6 +109,8 @@ impl Plan {
                 scales: &mut scales,
                 aftermath: &mut aftermath,
                 trails: &mut record.trails,
+                kinds: &mut self.kinds,
+                grad_kinds: &mut record.grad_kinds,
                 switches: &switches,
                 release: &release,
                 group: index,
