@@ -30,6 +30,9 @@ struct Shared : Constants {
 // The operands of one group of elements, in registers.
 struct Operands {
   Group<GRAD, VECTOR> grad;
+#if CAPTURABLE
+  bool grad_changed = false;
+#endif
   Group<PARAM, VECTOR> param;
   Group<EXP_AVG, VECTOR> exp_avg;
   Group<EXP_AVG_SQ, VECTOR> exp_avg_sq;
@@ -51,7 +54,9 @@ struct Operands {
     float g = widen(GRAD(), grad.element[i]);
 #if CAPTURABLE
     g = mul(g, shared.inv_scale);
-    grad.element[i] = narrow(GRAD(), g);
+    const GRAD::Bits unscaled = narrow(GRAD(), g);
+    grad_changed |= unscaled != grad.element[i];
+    grad.element[i] = unscaled;
 #endif
 #if MASTER == 2
     p = merge_remainder(param.element[i], master.element[i]);
@@ -127,7 +132,8 @@ struct Tensors {
 
   __device__ __forceinline__ void store(const Operands& operands, u64 at) const {
 #if CAPTURABLE
-    ::store(operands.grad, grad, at, grad_aligned);
+    // Without loss scaling nothing changes, and 2 or 4 bytes an element need not move.
+    if (operands.grad_changed) ::store(operands.grad, grad, at, grad_aligned);
 #endif
     ::store(operands.param, param, at, param_aligned);
     ::store(operands.exp_avg, exp_avg, at, exp_avg_aligned);
@@ -150,7 +156,7 @@ struct Tensors {
 
   __device__ __forceinline__ void store_one(const Operands& operands, u64 at) const {
 #if CAPTURABLE
-    reinterpret_cast<GRAD::Bits*>(grad)[at] = operands.grad.element[0];
+    if (operands.grad_changed) reinterpret_cast<GRAD::Bits*>(grad)[at] = operands.grad.element[0];
 #endif
     reinterpret_cast<PARAM::Bits*>(param)[at] = operands.param.element[0];
     reinterpret_cast<EXP_AVG::Bits*>(exp_avg)[at] = operands.exp_avg.element[0];

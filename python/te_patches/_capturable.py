@@ -38,6 +38,8 @@ class Counters:
             device = params[0].device if params else flag.device
             if "step" not in group:
                 step = torch.ones(1, dtype=torch.int32, device=device)
+            elif isinstance(group["step"], torch.Tensor) and flag.device == device:
+                step = group["step"] + (flag != 1)
             else:
                 # A checkpoint may have made it an int; the sum is a tensor again.
                 step = group["step"] + (flag != 1).to(device=device, dtype=torch.int32)

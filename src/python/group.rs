@@ -65,7 +65,7 @@ impl Aftermath<'_> {
 #[derive(FromPyObject)]
 pub struct Release {
     pub counts_empty_groups: bool,
-    strict_parity: bool,
+    pub strict_parity: bool,
     quantizes_from_master: bool,
     delayed_scaling_apart: bool,
 }
@@ -81,10 +81,10 @@ pub enum Outcome<'py> {
 }
 
 /// A gradient and the tensor that holds its elements.
-struct Grad<'py> {
+pub struct Grad<'py> {
     outer: Bound<'py, PyAny>,
-    local: Bound<'py, PyAny>,
-    sharded: bool,
+    pub local: Bound<'py, PyAny>,
+    pub sharded: bool,
 }
 
 /// The value that an update writes, as the kernels see it.
@@ -147,6 +147,14 @@ impl<'py> GroupReader<'_, 'py> {
             let place = Place { group: self.group, index };
             self.trails.begin_parameter();
             let (local, outer, inner) = self.reader.local(param.clone())?;
+            if let (Some(grad), Kind::Plain) = (&grad, inner) {
+                if let Some(work) = self.read_again(place, &param, &local, outer, grad)? {
+                    self.check_half(&mut half, work.signature.variant.param, place, &param)?;
+                    works.push(Some(work));
+                    continue;
+                }
+                self.trails.begin_parameter_again();
+            }
             let value = if inner == Kind::Wrapped {
                 match self.quantized_value(place, &param, local)? {
                     Some(value) => value,
@@ -158,11 +166,8 @@ impl<'py> GroupReader<'_, 'py> {
             };
             let grad = self.checked_grad(place, &param, outer, grad)?;
             let dtype = value.view.dtype;
-            if grad.is_some() && matches!(dtype, Dtype::F16 | Dtype::BF16) {
-                if half != Dtype::Other && half != dtype {
-                    return Err(faults::mixed(place, &param, dtype, self.switches.remainders));
-                }
-                half = dtype;
+            if grad.is_some() {
+                self.check_half(&mut half, dtype, place, &param)?;
             }
             let state = match self.walk.get(&param)? {
                 Some(state) => state.cast_into::<PyDict>().map_err(PyErr::from)?,
@@ -187,6 +192,17 @@ impl<'py> GroupReader<'_, 'py> {
             }
         }
         Ok(if uninitialised.is_empty() { Outcome::Works(works) } else { Outcome::Uninitialised(uninitialised) })
+    }
+
+    /// Refuses fp16 beside bf16: `half` is the one met before.
+    fn check_half(&self, half: &mut Dtype, dtype: Dtype, place: Place, param: &Bound<'py, PyAny>) -> PyResult<()> {
+        if matches!(dtype, Dtype::F16 | Dtype::BF16) {
+            if *half != Dtype::Other && *half != dtype {
+                return Err(faults::mixed(place, param, dtype, self.switches.remainders));
+            }
+            *half = dtype;
+        }
+        Ok(())
     }
 
     fn view(&self, tensor: &Bound<'py, PyAny>, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<View> {
@@ -385,14 +401,14 @@ impl<'py> GroupReader<'_, 'py> {
                 PyKeyError::new_err(format!("{missing}: the state of {} lacks it", faults::name(place, param)))
             })?;
             let outer_address = tensor.as_ptr() as u64;
-            let (tensor, outer_state, inner) = self.reader.local(tensor)?;
+            let (tensor, outer_state, _) = self.reader.local(tensor)?;
             if (outer_state == Kind::Sharded) != (outer == Kind::Sharded) {
                 if self.release.strict_parity {
                     return Err(faults::parity(place, param, roles[at], &tensor));
                 }
                 return Ok(None);
             }
-            states[at] = Some(self.read_state(place, param, roles[at], dtypes[at], outer_address, tensor, inner)?);
+            states[at] = Some(self.read_state(place, param, roles[at], dtypes[at], outer_address, tensor)?);
         }
         let [Some(exp_avg), Some(exp_avg_sq), mut master] = states else {
             return Err(PyRuntimeError::new_err("the moments were not read"));
@@ -423,7 +439,13 @@ impl<'py> GroupReader<'_, 'py> {
         })?;
         match verdict {
             Verdict::Empty => Ok(Some(None)),
-            Verdict::Ready(work) => Ok(Some(Some(work))),
+            Verdict::Ready(work) => {
+                // fp8 states have an inside that is read in full each time.
+                if !self.switches.moments.contains(&Dtype::E4M3) {
+                    self.trails.note_checked(work.signature);
+                }
+                Ok(Some(Some(work)))
+            }
             Verdict::Unordered => self.stage(place, param, column, tensors).map(|work| Some(Some(work))),
         }
     }
@@ -437,7 +459,6 @@ impl<'py> GroupReader<'_, 'py> {
         dtype: Dtype,
         outer: u64,
         tensor: Bound<'py, PyAny>,
-        inner: Kind,
     ) -> PyResult<State<'py>> {
         let unreadable = |error| faults::unreadable(error, place, param, role);
         if dtype == Dtype::E4M3 {
@@ -459,7 +480,7 @@ impl<'py> GroupReader<'_, 'py> {
             }
             return Ok(State { tensor: fp8.data, view, scaling: Some(scaling) });
         }
-        if inner == Kind::Wrapped {
+        if self.reader.kind(&tensor)? == Kind::Wrapped {
             return Err(unreadable(PyTypeError::new_err("it is no plain tensor")));
         }
         let view = self.noted_view(outer, &tensor, place, param, role)?;

@@ -2,6 +2,7 @@
 //! exceptions (`faults`) and drives plan and kernels (`step`) and
 //! loader (`load`, `save`).
 
+mod again;
 mod build;
 mod device;
 mod faults;

@@ -13,6 +13,7 @@ use crate::python::reader::{Kind, Reader, Torch};
 use crate::tensor::Dtype;
 
 /// What the optimizer's constructor was told.
+#[derive(Clone, PartialEq, Eq)]
 pub struct Switches {
     pub master_weights: bool,
     pub master: Dtype,

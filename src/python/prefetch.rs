@@ -3,6 +3,7 @@
 //! most of the waiting. Invariant: addresses noted in one step are only ever hints in the next, never read through; what is
 //! read through belongs to tensors that are held.
 
+use crate::plan::column::Signature;
 use crate::python::recall::UNKNOWN;
 
 /// How many parameters ahead memory is asked for.
@@ -27,14 +28,22 @@ struct Note {
     kind: u32,
 }
 
+/// Where a parameter's notes begin, and what its tensors came to.
+#[derive(Clone, Copy, Debug)]
+struct Parameter {
+    tensors: usize,
+    dicts: usize,
+    checked: Option<Signature>,
+}
+
 /// What one reading of a group noted, one parameter after the other, so that the processor sees it coming.
 #[derive(Debug, Default)]
 struct Notes {
     tensors: Vec<Note>,
     /// Of each dict: the object and the table of its keys.
     dicts: Vec<[u64; 2]>,
-    /// Where each parameter's begin.
-    starts: Vec<[usize; 2]>,
+    /// One of each parameter.
+    parameters: Vec<Parameter>,
 }
 
 impl Trails {
@@ -43,14 +52,41 @@ impl Trails {
         std::mem::swap(&mut self.before, &mut self.now);
         self.now.tensors.clear();
         self.now.dicts.clear();
-        self.now.starts.clear();
+        self.now.parameters.clear();
+    }
+
+    /// Nothing that was checked holds any longer.
+    pub fn forget_checks(&mut self) {
+        self.now.parameters.iter_mut().for_each(|parameter| parameter.checked = None);
     }
 
     /// The next parameter's objects follow.
     pub fn begin_parameter(&mut self) {
-        let index = self.now.starts.len();
-        self.now.starts.push([self.now.tensors.len(), self.now.dicts.len()]);
-        self.next = self.before.starts.get(index).map_or(usize::MAX, |&[tensors, _]| tensors);
+        let index = self.now.parameters.len();
+        let (tensors, dicts) = (self.now.tensors.len(), self.now.dicts.len());
+        self.now.parameters.push(Parameter { tensors, dicts, checked: None });
+        self.next = self.before.parameters.get(index).map_or(usize::MAX, |before| before.tensors);
+    }
+
+    /// Drops what was noted of this parameter.
+    pub fn begin_parameter_again(&mut self) {
+        if let Some(Parameter { tensors, dicts, .. }) = self.now.parameters.pop() {
+            self.now.tensors.truncate(tensors);
+            self.now.dicts.truncate(dicts);
+        }
+        self.begin_parameter();
+    }
+
+    /// What this parameter's tensors, each of the kind noted, came to when they were last checked.
+    pub fn checked(&self) -> Option<Signature> {
+        self.before.parameters.get(self.now.parameters.len().checked_sub(1)?)?.checked
+    }
+
+    /// Notes what this parameter's tensors come to.
+    pub fn note_checked(&mut self, signature: Signature) {
+        if let Some(parameter) = self.now.parameters.last_mut() {
+            parameter.checked = Some(signature);
+        }
     }
 
     /// The kind that the next tensor to be noted was of.
@@ -77,14 +113,15 @@ impl Trails {
 
     /// Asks for all that a parameter had.
     pub fn prefetch(&self, index: usize) {
-        let Notes { tensors, dicts, starts } = &self.before;
-        let Some(&[first_tensor, first_dict]) = starts.get(index) else { return };
-        let [last_tensor, last_dict] = starts.get(index + 1).copied().unwrap_or([tensors.len(), dicts.len()]);
-        for &[dict, keys] in &dicts[first_dict..last_dict] {
+        let Notes { tensors, dicts, parameters } = &self.before;
+        let Some(first) = parameters.get(index) else { return };
+        let end = Parameter { tensors: tensors.len(), dicts: dicts.len(), checked: None };
+        let last = parameters.get(index + 1).unwrap_or(&end);
+        for &[dict, keys] in &dicts[first.dicts..last.dicts] {
             fetch(dict);
             lines(keys, 3);
         }
-        for &Note { outer, local, shape, storage, .. } in &tensors[first_tensor..last_tensor] {
+        for &Note { outer, local, shape, storage, .. } in &tensors[first.tensors..last.tensors] {
             object(outer);
             if local != outer {
                 object(local);

@@ -119,9 +119,8 @@ impl Torch {
             Err(_) => py.None(),
         };
         let probes = probes(py)?;
-        let shim = exchange
-            .as_ref()
-            .and_then(|exchange| Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe)));
+        let shim =
+            exchange.as_ref().and_then(|exchange| Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe)));
         let recall = match &shim {
             Some(shim) => {
                 let views: Option<Vec<View>> = probes.iter().map(|probe| shim.view(probe)).collect();
@@ -455,14 +454,16 @@ impl<'py> Reader<'py> {
 
     /// As `view`, of a tensor that is likely to be of the kind of this number; with the number of its kind.
     pub fn view_alike(&self, tensor: &Bound<'py, PyAny>, kinds: &mut Kinds, number: u32) -> PyResult<(View, u32)> {
-        let Some(recall) = &self.torch.recall else { return Ok((self.view(tensor)?, UNKNOWN)) };
-        if let Some(view) = kinds.view(recall, number, tensor)
-            && (view.numel == 0 || view.address >= LOW_ADDRESS)
-        {
+        if let Some(view) = self.recalled(tensor, kinds, number) {
             return Ok((view, number));
         }
         let view = self.view(tensor)?;
-        Ok((view, kinds.learn(recall, tensor, &view)))
+        Ok((view, self.torch.recall.as_ref().map_or(UNKNOWN, |recall| kinds.learn(recall, tensor, &view))))
+    }
+
+    /// The view of a live `torch.Tensor` if it is of the kind of this number.
+    pub fn recalled(&self, tensor: &Bound<'py, PyAny>, kinds: &Kinds, number: u32) -> Option<View> {
+        kinds.view(self.torch.recall.as_ref()?, number, tensor)
     }
 
     /// As `view`, of a tensor whose elements are not needed: its storage may have been released.
@@ -603,10 +604,12 @@ pub fn state_entries<'py, const N: usize>(
 ) -> PyResult<[Option<Bound<'py, PyAny>>; N]> {
     let py = state.py();
     let mut values = [const { None }; N];
+    let mut found = 0;
     let mut position = 0;
     let (mut key, mut value): (*mut c::PyObject, *mut c::PyObject) = (ptr::null_mut(), ptr::null_mut());
     // SAFETY: the dict is live, and nothing runs between the calls that could change it.
-    while unsafe { c::PyDict_Next(state.as_ptr(), &mut position, &mut key, &mut value) } != 0 {
+    while found < N && unsafe { c::PyDict_Next(state.as_ptr(), &mut position, &mut key, &mut value) } != 0 {
+        found += 1;
         if let Some(at) = names.iter().position(|name| name.as_ptr() == key) {
             // SAFETY: the dict holds the value.
             values[at] = Some(unsafe { Bound::from_borrowed_ptr(py, value) });
@@ -625,7 +628,7 @@ pub fn state_entries<'py, const N: usize>(
 const STEPPED_OVER: usize = 8;
 
 /// Below a tebibyte; user-space addresses of the CUDA driver and of mapped host memory lie above.
-const LOW_ADDRESS: u64 = 1 << 40;
+pub const LOW_ADDRESS: u64 = 1 << 40;
 
 /// Walks an optimizer's `state`, or another dict whose order is usually that of the parameters, so that no lookup needs
 /// to hash.

@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use pyo3::prelude::*;
 
 use crate::python::prefetch::{RecordAt, read};
+use crate::python::reader::LOW_ADDRESS;
 use crate::tensor::{Dtype, View};
 
 /// What tells kinds of tensors apart: the record's class and extras, its words from the number of dimensions to the
@@ -122,8 +123,9 @@ impl Kinds {
     pub fn view(&self, recall: &Recall, number: u32, tensor: &Bound<'_, PyAny>) -> Option<View> {
         let (words, kind) = self.kinds.get(number as usize)?;
         let reading = recall.read(tensor)?;
-        // Without an address its memory was released, which torch tells better.
-        (reading.words == *words && (kind.numel == 0 || reading.storage != 0)).then(|| reading.of(kind))
+        // At a low address its memory may have been released, which torch tells better.
+        let mapped = |view: &View| view.numel == 0 || view.address >= LOW_ADDRESS;
+        (reading.words == *words).then(|| reading.of(kind)).filter(mapped)
     }
 
     /// Number of the kind of a live tensor that was read in full.

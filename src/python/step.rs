@@ -40,6 +40,8 @@ struct GroupRecord {
 pub struct Plan {
     groups: Vec<GroupRecord>,
     kinds: Kinds,
+    /// What the last step's optimizer was told.
+    switches: Option<Switches>,
 }
 
 /// What Python has to do before the step can go on; the optimizer is as it was.
@@ -82,6 +84,10 @@ impl Plan {
         self.groups.resize_with(groups.len(), GroupRecord::default);
         let noted: usize = self.groups.iter().map(|record| record.trails.tensors()).sum();
         self.kinds.keep_within(SPARE_KINDS + 4 * noted);
+        if self.switches.as_ref() != Some(&switches) {
+            self.groups.iter_mut().for_each(|record| record.trails.forget_checks());
+            self.switches = Some(switches.clone());
+        }
 
         let mut ready: Vec<(usize, Bound<'py, PyDict>, Header, Vec<Scratch<'py>>)> = Vec::with_capacity(groups.len());
         let (mut uncounted, mut moved) = (Vec::new(), Vec::new());

@@ -190,7 +190,7 @@ def test_gpu_a_captured_step_with_a_scheduler_and_a_new_capture_after_a_load(mom
         dtype = torch.bfloat16 if master else torch.float32
         params = run.params((33, 64), (4097,), dtype=dtype)
         options = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, "master_weights": master}
-        optimizer = FusedAdam(params, lr=torch.tensor(1e-2, device="cuda"), capturable=True, **options)
+        optimizer = FusedAdam(params, lr=1e-2, capturable=True, **options)
         run.fill(params)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
