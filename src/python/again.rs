@@ -34,7 +34,7 @@ impl<'py> GroupReader<'_, 'py> {
         let Some(&kind) = self.grad_kinds.get(place.index) else { return Ok(None) };
         let Some(view) = self.reader.recalled(&grad.local, self.kinds, kind) else { return Ok(None) };
         tensors[Role::Grad as usize] = view.address;
-        let Some(address) = self.address_again(param, local) else { return Ok(None) };
+        let Some(address) = self.address_again(param.as_ptr() as u64, local) else { return Ok(None) };
         tensors[Role::Param as usize] = address;
 
         let names = [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")];
@@ -56,19 +56,20 @@ impl<'py> GroupReader<'_, 'py> {
             if role == Role::Master && variant.master == Master::None {
                 continue;
             }
-            let Some(object) = tensor else { return Ok(None) };
-            let (tensor, outer_state, inner) = self.reader.local(object.clone())?;
+            let Some(tensor) = tensor else { return Ok(None) };
+            let object = tensor.as_ptr() as u64;
+            let (tensor, outer_state, inner) = self.reader.local(tensor)?;
             if inner != Kind::Plain || (outer_state == Kind::Sharded) != sharded {
                 return Ok(None);
             }
-            let Some(address) = self.address_again(&object, &tensor) else { return Ok(None) };
+            let Some(address) = self.address_again(object, &tensor) else { return Ok(None) };
             tensors[role as usize] = address;
             if half {
                 let Some(factor) = factor else { return Ok(None) };
                 if self.reader.kind(&factor)? != Kind::Plain {
                     return Ok(None);
                 }
-                let Some(factor) = self.address_again(&factor, &factor) else { return Ok(None) };
+                let Some(factor) = self.address_again(factor.as_ptr() as u64, &factor) else { return Ok(None) };
                 let parts: &mut [Scaling; ROLES] = scaling.get_or_insert_with(Box::default);
                 parts[role as usize].factor = factor;
             }
@@ -78,11 +79,10 @@ impl<'py> GroupReader<'_, 'py> {
     }
 
     /// Address of the next tensor if it is of the kind that was noted in its place.
-    fn address_again(&mut self, outer: &Bound<'py, PyAny>, local: &Bound<'py, PyAny>) -> Option<u64> {
+    fn address_again(&mut self, outer: u64, local: &Bound<'py, PyAny>) -> Option<u64> {
         let kind = self.trails.kind();
         let view = self.reader.recalled(local, self.kinds, kind)?;
-        let [outer, object] = [outer, local].map(|tensor| tensor.as_ptr() as u64);
-        self.trails.note(outer, object, view.record, self.reader.record_at(), kind);
+        self.trails.note(outer, local.as_ptr() as u64, view.record, self.reader.record_at(), kind);
         Some(view.address)
     }
 }

@@ -124,10 +124,10 @@ impl Trails {
         for &Note { outer, local, shape, storage, .. } in &tensors[first.tensors..last.tensors] {
             object(outer);
             if local != outer {
-                object(local);
+                fetch(local);
             }
             record(shape);
-            lines(storage, 2);
+            fetch(storage + STORAGE_WORDS);
         }
     }
 }
@@ -272,6 +272,8 @@ pub fn object(address: u64) {
     fetch(address + OBJECT_BYTES);
 }
 
+/// Where a storage has the words that are read.
+const STORAGE_WORDS: u64 = 16;
 /// Bytes from the beginning of torch's record of a tensor to its shape, about; and to the last word that is read.
 const SHAPE: u64 = 72;
 const RECORD_END: u64 = 184;

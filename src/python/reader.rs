@@ -457,6 +457,10 @@ impl<'py> Reader<'py> {
         if let Some(view) = self.recalled(tensor, kinds, number) {
             return Ok((view, number));
         }
+        // Its elements are the negatives of what lies in memory.
+        if tensor.call_method0(intern!(self.py, "is_neg"))?.is_truthy()? {
+            return Err(PyRuntimeError::new_err("it is a lazily negated view; give its resolve_neg()"));
+        }
         let view = self.view(tensor)?;
         Ok((view, self.torch.recall.as_ref().map_or(UNKNOWN, |recall| kinds.learn(recall, tensor, &view))))
     }

@@ -101,6 +101,57 @@ def test_data_swapped_under_parameters_states_and_gradients():
     pair.step()
 
 
+def test_a_lazy_copy_of_a_parameter_keeps_its_values():
+    """torch copies the memory that both share at the first write, which ours must announce."""
+    pair = Pair()
+    for _ in range(3):
+        pair.step()
+    kept = [param.detach().clone() for param in pair.params[0]]
+    lazy = [torch._lazy_clone(param.detach()) for param in pair.params[0]]
+    pair.step()
+    for copied, value, param in zip(lazy, kept, pair.params[0], strict=True):
+        assert torch.equal(copied, value)
+        assert not torch.equal(param, value)
+
+
+@pytest.mark.parametrize("change", ["shape", "strides", "offset", "class", "negated"])
+def test_one_tensor_of_many_that_is_no_longer_as_it_was(change):
+    """The tensors of a kind that was checked are not checked again; one that is of another kind is."""
+    pair = Pair(sizes=((6, 4),) * 5, dtype=torch.float32, master_weights=False, store_param_remainders=False)
+    for _ in range(3):
+        pair.step()
+    grad = torch.randn(6, 4)
+    before = [[param.detach().clone() for param in params] for params in pair.params]
+    for params in pair.params:
+        for param in params:
+            param.grad = grad.clone()
+    values = {
+        "strides": grad.t().contiguous().t(),
+        "offset": torch.cat([torch.full((1, 4), 77.0), grad])[1:],
+        "class": torch.nn.Parameter(grad.clone()),
+    }
+    if change in values:
+        for params in pair.params:
+            # Stock's kernels take one memory order.
+            params[2].grad = values[change] if params is pair.params[0] else values[change].contiguous()
+        pair.mine.step()
+        inspect.unwrap(FusedAdam.step)(pair.optimizers[1])
+        pair.compare()
+        return
+    if change == "shape":
+        param = pair.params[0][2]
+        param.data = param.data.reshape(4, 6)
+        words = r"parameter 2 of group 0 .*shape"
+    else:
+        pair.params[0][2].grad = torch._neg_view(grad.clone())
+        words = r"parameter 2 of group 0 .*resolve_neg"
+    with pytest.raises(RuntimeError, match=words):
+        pair.mine.step()
+    for param, value in zip(pair.params[0], before[0], strict=True):
+        assert torch.equal(param.reshape(-1), value.reshape(-1))
+    assert pair.mine.param_groups[0]["step"] == 3
+
+
 def test_storages_released_and_revived():
     pair = Pair()
     pair.step()
