@@ -63,7 +63,9 @@ def on_h200(release: str) -> str:
     if not path.exists():
         return ""
     found = json.loads(path.read_text())
-    return f"{found['tests_passed']:,} tests, {found['combinations']:,} combinations, {found['mismatches']} mismatches"
+    failed = f" ({found['tests_failed']} more failed)" if found.get("tests_failed") else ""
+    counts = f"{found['combinations']:,} combinations, {found['mismatches']} mismatches"
+    return f"{found['tests_passed']:,} tests{failed}, {counts}"
 
 
 def table(findings: dict[str, dict[str, Any]]) -> str:

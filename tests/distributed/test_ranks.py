@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from process import environment
+from te_patches import _releases
 
+RELEASE = _releases.probe(_releases.import_fused_adam())
 SCRIPT = Path(__file__).with_name("fsdp2_train.py")
 STEPS, SAVED = 50, 25
 
@@ -28,6 +30,8 @@ def run(out: Path, ranks: int, *arguments: object) -> dict[str, Any]:
 
 
 def check(tmp_path, storage, ranks):
+    if storage == "fp16-moments" and not RELEASE.shards_states:
+        pytest.skip("stock cannot make scaled states of DTensors before 2.14")
     common = ("--storage", storage, "--save-at", SAVED, "--checkpoint")
     stock = run(tmp_path / "stock.json", ranks, *common, tmp_path / "stock")
     mine = run(tmp_path / "mine.json", ranks, "--patched", *common, tmp_path / "mine")

@@ -133,15 +133,13 @@ def test_gpu_two_thousand_steps_hold_no_more_memory_than_the_first(combination):
         twin.fill_gradients(lambda _: False)
         torch.cuda.synchronize()
         gc.collect()
-        free, _ = torch.cuda.mem_get_info()
-        return torch.cuda.memory_allocated(), free, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return torch.cuda.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     train(100)
     held = train(100)
     after = train(2000)
     assert after[0] == held[0]
-    assert after[1] >= held[1] - (2 << 20)
-    assert after[2] - held[2] < 2048, "a KiB a step of host memory is kept"
+    assert after[1] - held[1] < 2048, "a KiB a step of host memory is kept"
 
 
 @pytest.mark.gpu
