@@ -26,7 +26,10 @@ impl<'py> GroupReader<'_, 'py> {
         let py = param.py();
         let sharded = outer == Kind::Sharded;
         let Some(signature) = self.trails.checked() else { return Ok(None) };
-        if self.release.strict_parity && grad.sharded != sharded {
+        let variant = signature.variant;
+        // A master that stock only scales may have been missing and have come back.
+        let master_missed = variant.master == Master::None && self.switches.master(variant.param) != Master::None;
+        if master_missed || self.release.strict_parity && grad.sharded != sharded {
             return Ok(None);
         }
         let mut tensors = [0; ROLES];
@@ -41,7 +44,6 @@ impl<'py> GroupReader<'_, 'py> {
         let Some(state) = self.walk.get(param)? else { return Ok(None) };
         let Ok(state) = state.cast_into::<PyDict>() else { return Ok(None) };
         self.trails.note_dict(state.as_ptr() as u64);
-        let variant = signature.variant;
         let mut factors = [const { None }; 3];
         if variant.is_scaled() {
             let Some(scales) = self.scales.get(param)? else { return Ok(None) };

@@ -118,17 +118,14 @@ impl Torch {
             Ok(function) => function.unbind(),
             Err(_) => py.None(),
         };
-        let probes = probes(py)?;
+        // A torch that cannot make a probe is read without what the probes would have shown.
+        let probes = probes(py).unwrap_or_default();
         let shim =
             exchange.as_ref().and_then(|exchange| Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe)));
-        let recall = match &shim {
-            Some(shim) => {
-                let views: Option<Vec<View>> = probes.iter().map(|probe| shim.view(probe)).collect();
-                let strangers = strangers(py)?;
-                views.and_then(|views| Recall::find(&probes, &views, &strangers))
-            }
-            None => None,
-        };
+        let recall = shim.as_ref().and_then(|shim| {
+            let views = probes.iter().map(|probe| shim.view(probe)).collect::<Option<Vec<View>>>()?;
+            Recall::find(&probes, &views, &strangers(py).ok()?)
+        });
         Ok(Torch {
             exchange,
             shim,

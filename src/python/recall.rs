@@ -145,11 +145,14 @@ impl Kinds {
         })
     }
 
-    /// Forgets all kinds if there are more than `tensors` can be of, as after many changes of shape.
-    pub fn keep_within(&mut self, tensors: usize) {
-        if self.kinds.len() > tensors {
+    /// Forgets all kinds if there are more than `tensors` can be of, as after many changes of shape; says whether it did.
+    /// Numbers then mean other kinds.
+    pub fn keep_within(&mut self, tensors: usize) -> bool {
+        let crowded = self.kinds.len() > tensors;
+        if crowded {
             self.kinds.clear();
             self.numbers.clear();
         }
+        crowded
     }
 }

@@ -83,8 +83,8 @@ impl Plan {
         self.groups.truncate(groups.len());
         self.groups.resize_with(groups.len(), GroupRecord::default);
         let noted: usize = self.groups.iter().map(|record| record.trails.tensors()).sum();
-        self.kinds.keep_within(SPARE_KINDS + 4 * noted);
-        if self.switches.as_ref() != Some(&switches) {
+        let renumbered = self.kinds.keep_within(SPARE_KINDS + 4 * noted);
+        if renumbered || self.switches.as_ref() != Some(&switches) {
             self.groups.iter_mut().for_each(|record| record.trails.forget_checks());
             self.switches = Some(switches.clone());
         }

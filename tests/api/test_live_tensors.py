@@ -152,6 +152,48 @@ def test_one_tensor_of_many_that_is_no_longer_as_it_was(change):
     assert pair.mine.param_groups[0]["step"] == 3
 
 
+def test_shapes_that_change_without_end():
+    """Kinds of tensors are forgotten in time, and with them what was checked of tensors of those kinds."""
+
+    def resize(pair, at, size):
+        value = torch.randn(size, generator=pair.generator)
+
+        def action(optimizer, params):
+            param = params[at]
+            param.grad = None
+            param.data = value.to(param.dtype)
+            for name, state in optimizer.state[param].items():
+                optimizer.state[param][name] = value.abs().to(state.dtype)
+
+        pair.both(action)
+
+    # One parameter grows at every step; the other keeps its size until the step `last`, then takes the same.
+    for last in range(20, 45):
+        pair = Pair(sizes=(5, 5))
+        for at in range(last):
+            pair.step()
+            resize(pair, 0, 6 + at)
+        resize(pair, 1, 5 + last)
+        pair.step()
+
+
+def test_an_idle_master_that_comes_later():
+    pair = Pair(dtype=torch.float32, store_param_remainders=False, master_weight_dtype=torch.float16)
+    pair.step()
+    masters = pair.both(lambda o, params: [o.state[p].pop("master_param") for p in params])
+    for _ in range(2):
+        pair.step()
+
+    def bring_back(optimizer, params):
+        side = masters[0] if optimizer is pair.mine else masters[1]
+        for param, master in zip(params, side, strict=True):
+            # Half of its range: scaling it anew changes it.
+            optimizer.state[param]["master_param"] = master / 2
+
+    pair.both(bring_back)
+    pair.step()
+
+
 def test_storages_released_and_revived():
     pair = Pair()
     pair.step()

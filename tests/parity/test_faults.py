@@ -133,13 +133,18 @@ def test_gpu_two_thousand_steps_hold_no_more_memory_than_the_first(combination):
         twin.fill_gradients(lambda _: False)
         torch.cuda.synchronize()
         gc.collect()
-        return torch.cuda.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        free, _ = torch.cuda.mem_get_info()
+        return torch.cuda.memory_allocated(), free, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     train(100)
-    held = train(100)
-    after = train(2000)
-    assert after[0] == held[0]
-    assert after[1] - held[1] < 2048, "a KiB a step of host memory is kept"
+    held = [train(100)]
+    for _ in range(4):
+        held.append(train(500))
+    assert held[-1][0] == held[0][0]
+    # Other processes of the suite use the device too: what a step kept would be missing after each round.
+    rounds = zip(held, held[1:], strict=False)
+    assert any(after[1] >= before[1] - (2 << 20) for before, after in rounds)
+    assert held[-1][2] - held[0][2] < 2048, "a KiB a step of host memory is kept"
 
 
 @pytest.mark.gpu
