@@ -15,9 +15,12 @@ selection=gpu
 [ "$part" = core ] && selection="gpu and core"
 tally=$(mktemp -d)
 export OMP_NUM_THREADS=1 FAILURES=$out/failures.txt
-PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -p no:benchmark -n "${PROCESSES:-8}" -m "$selection" tests/parity tests/load tests/clients tests/distributed tests/test_guides.py --durations=5 \
-  >"$out/pytest.log" 2>&1
-status=$?
+run() { PARITY_SUMMARY=$tally python3 -m pytest -q -p no:cacheprovider -p no:benchmark --durations=5 "$@" >>"$out/pytest.log" 2>&1; }
+tests="tests/parity tests/load tests/clients tests/distributed tests/test_guides.py"
+: >"$out/pytest.log"
+status=0
+run -n "${PROCESSES:-8}" -m "$selection and not alone" $tests || status=$?
+[ "$part" = core ] || run -m "$selection and alone" $tests || status=$?
 grep -vE '^(SKIPPED|\.|s)' "$out/pytest.log" | tail -45
 python3 - "$tally" "$out/parity.json" "$selection" <<'PY'
 import collections, datetime, json, pathlib, sys

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import resource
 import warnings
@@ -121,6 +120,7 @@ def test_gpu_memory_that_runs_out_while_planning_leaves_everything_as_it_was(mon
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("combination", [REMAINDER, SCALED], ids=str)
 def test_gpu_two_thousand_steps_hold_no_more_memory_than_the_first(combination):
     """On the device and on the host, with fresh gradients at other addresses at every step."""
@@ -138,13 +138,10 @@ def test_gpu_two_thousand_steps_hold_no_more_memory_than_the_first(combination):
         return torch.cuda.memory_allocated(), free, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     train(100)
-    held = [train(100)]
-    for _ in range(4):
-        held.append(train(500))
-    assert held[-1][0] == held[0][0]
-    # Other processes of the suite use the device too: what a step kept would be missing after each round.
-    assert any(after[1] >= before[1] - (2 << 20) for before, after in itertools.pairwise(held))
-    assert held[-1][2] - held[0][2] < 2048, "a KiB a step of host memory is kept"
+    before, after = train(100), train(2000)
+    assert after[0] == before[0]
+    assert after[1] >= before[1] - (2 << 20), "memory that torch's allocator does not know is kept"
+    assert after[2] - before[2] < 2048, "a KiB a step of host memory is kept"
 
 
 @pytest.mark.gpu
