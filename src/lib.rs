@@ -14,3 +14,4 @@ pub mod options;
 pub mod plan;
 mod python;
 pub mod tensor;
+mod threads;

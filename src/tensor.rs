@@ -98,7 +98,7 @@ impl fmt::Display for Device {
 }
 
 /// The order of a tensor's elements in memory, as a number that is equal for equal orders.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Layout(u64);
 
 impl Layout {
@@ -109,7 +109,7 @@ impl Layout {
 }
 
 /// One tensor as the kernels see it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct View {
     /// Address of the first element.
     pub address: u64,

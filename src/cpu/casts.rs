@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use crate::cpu::arithmetic::BLOCK;
 use crate::cpu::kernels::{load, store};
 use crate::cpu::scaling::{self, Found};
-use crate::cpu::threads;
+use crate::threads::KERNELS;
 use crate::loader::Copy;
 use crate::plan::column::Role;
 use crate::plan::operands::Scaled;
@@ -50,7 +50,7 @@ unsafe fn verbatim(copy: &Copy) {
             std::ptr::copy_nonoverlapping(source.add(start), target.add(start), count);
         }
     };
-    threads::install(|| (0..copy.numel.div_ceil(CHUNK)).into_par_iter().for_each(work));
+    KERNELS.install(|| (0..copy.numel.div_ceil(CHUNK)).into_par_iter().for_each(work));
 }
 
 /// Calls `visit(start, values)` with the fp32 values of every block.
@@ -66,5 +66,5 @@ unsafe fn blocks(copy: &Copy, read: f32, visit: impl Fn(usize, &[f32]) + Sync) {
         unsafe { load(copy.cast.source, copy.source, start, read, values) };
         visit(start, values);
     };
-    threads::install(|| (0..copy.numel.div_ceil(BLOCK as u64)).into_par_iter().for_each(work));
+    KERNELS.install(|| (0..copy.numel.div_ceil(BLOCK as u64)).into_par_iter().for_each(work));
 }

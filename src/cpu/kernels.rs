@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainder, split_remainder};
 use crate::cpu::fp8::{narrow_e4m3, narrow_e5m2, widen_e4m3};
 use crate::cpu::scaling::{self, Factors, Found};
-use crate::cpu::threads;
+use crate::threads::KERNELS;
 use crate::options::{Header, Live, Scalars};
 use crate::plan::column::{Master, Role, Variant};
 use crate::plan::operands::{Addresses, Scaled};
@@ -97,7 +97,7 @@ impl Update {
                 start += count;
             }
         };
-        threads::install(|| chunks.into_par_iter().for_each_init(Scratch::default, work));
+        KERNELS.install(|| chunks.into_par_iter().for_each_init(Scratch::default, work));
         found
     }
 }

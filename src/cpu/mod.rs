@@ -7,4 +7,3 @@ pub mod casts;
 pub mod fp8;
 pub mod kernels;
 pub mod scaling;
-mod threads;

@@ -164,20 +164,25 @@ pub enum Verdict {
 }
 
 impl Column {
+    /// What the plan would remember of it.
+    pub fn signature(&self) -> Signature {
+        let variant = Variant {
+            grad: self.grad.dtype,
+            param: self.param.dtype,
+            exp_avg: self.moments[0],
+            exp_avg_sq: self.moments[1],
+            master: self.kind,
+            capturable: self.capturable,
+        };
+        Signature { numel: self.param.numel, variant, device: self.param.device }
+    }
+
     /// Checks that the tensors belong together and says what is to be done.
     pub fn check(&self) -> Result<Verdict, Fault> {
         let param = &self.param;
         if param.dtype.kernel_name().is_none() {
             return Err(Fault::ParamDtype);
         }
-        let variant = Variant {
-            grad: self.grad.dtype,
-            param: param.dtype,
-            exp_avg: self.moments[0],
-            exp_avg_sq: self.moments[1],
-            master: self.kind,
-            capturable: self.capturable,
-        };
         if self.grad.shape != param.shape || self.grad.numel != param.numel {
             return Err(Fault::GradShape);
         }
@@ -214,8 +219,7 @@ impl Column {
         if !ordered {
             return Ok(Verdict::Unordered);
         }
-        let signature = Signature { numel: param.numel, variant, device: param.device };
-        Ok(Verdict::Ready(Work { signature, tensors, scaling: self.scaling.clone() }))
+        Ok(Verdict::Ready(Work { signature: self.signature(), tensors, scaling: self.scaling.clone() }))
     }
 }
 

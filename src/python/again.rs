@@ -1,90 +1,137 @@
-//! Reads a parameter whose tensors are all of the kinds that they were of when it was last checked: what was right of those
-//! kinds then is right now, and only addresses are new.
+//! Reads the parameters whose tensors are all of the kinds that they were of when they were last checked: what was right of
+//! those kinds then is right now, and only addresses are new.
 //! Invariant: whatever is not as it was is left to the full reading, which raises what there is to raise.
 
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 
-use crate::plan::column::{Master, Role, Work};
-use crate::plan::operands::{ROLES, Scaling};
-use crate::python::faults::Place;
-use crate::python::group::{Grad, GroupReader};
-use crate::python::reader::{Kind, state_entries};
-use crate::tensor::Dtype;
+use crate::plan::column::{Master, Role, Signature, Work};
+use crate::plan::operands::{ROLES, Scaled, Scaling};
+use crate::python::group::GroupReader;
+use crate::python::prefetch::{AHEAD, Checked};
+use crate::python::reader::{borrowed_entries, borrowed_items};
+use crate::python::sweep::{Found, Memory, Row, Sight, Sweep};
+
+/// States in the order in which they are read.
+const STATES: [Role; 3] = [Role::ExpAvg, Role::ExpAvgSq, Role::Master];
+
+/// What a reading fills, kept from one step to the next.
+#[derive(Default)]
+pub struct Buffers {
+    /// Per parameter its work, if it has any.
+    pub works: Vec<Option<Work>>,
+    /// Per parameter whether nothing is left to read.
+    pub done: Vec<bool>,
+    rows: Memory,
+}
+
+impl Buffers {
+    /// Forgets everything and makes room.
+    pub fn begin(&mut self, params: usize) {
+        self.works.clear();
+        self.works.resize(params, None);
+        self.done.clear();
+        self.done.resize(params, false);
+    }
+}
 
 impl<'py> GroupReader<'_, 'py> {
-    /// The work of a parameter with a gradient; `None` if it has to be read in full.
-    pub fn read_again(
-        &mut self,
-        place: Place,
-        param: &Bound<'py, PyAny>,
-        local: &Bound<'py, PyAny>,
-        outer: Kind,
-        grad: &Grad<'py>,
-    ) -> PyResult<Option<Work>> {
-        let py = param.py();
-        let sharded = outer == Kind::Sharded;
-        let Some(signature) = self.trails.checked() else { return Ok(None) };
+    /// Reads the parameters that are as they were; the others are left.
+    pub fn read_again(&mut self, params: &Bound<'py, PyList>) -> PyResult<()> {
+        let Some(recall) = self.reader.recall().filter(|_| self.trails.any_checked()) else { return Ok(()) };
+        let grads = recall.grads().filter(|_| !self.switches.decoupled_grad);
+        // Where torch or the user has to be asked for gradients, that comes first: it may run code of Python's.
+        let given = if grads.is_none() { Some(self.given_grads(params)?) } else { None };
+        let sight = Sight { recall, grads, classes: self.reader.known_classes(), palette: self.kinds.palette() };
+        let count = self.buffers.done.len();
+        let mut sweep = Sweep::new(sight, count, &mut self.buffers.rows);
+        for (index, param) in borrowed_items(params).enumerate().take(count) {
+            self.trails.prefetch_dicts(index + 2 * AHEAD);
+            let grad = given.as_ref().map(|grads| grads[index].as_ref().map_or(0, |grad| grad.as_ptr() as u64));
+            if grad == Some(0) {
+                self.buffers.done[index] = self.state(param).is_some();
+                continue;
+            }
+            if let Some(row) = self.row(index, param) {
+                // SAFETY: the objects are held by the list, by `given` and by the dicts of the optimizer; from the first
+                // row to the last no code of Python's runs.
+                unsafe { sweep.push(Row { grad: grad.unwrap_or(0), ..row }) };
+            }
+        }
+        for row in sweep.finish() {
+            let index = row.index as usize;
+            self.buffers.works[index] = match (row.found, self.trails.checked(index)) {
+                (Found::Idle, _) => None,
+                (Found::Known, Some(checked)) => work(&row, checked.signature),
+                _ => continue,
+            };
+            self.buffers.done[index] = true;
+        }
+        Ok(())
+    }
+
+    /// Every parameter's gradient.
+    fn given_grads(&mut self, params: &Bound<'py, PyList>) -> PyResult<Vec<Option<Bound<'py, PyAny>>>> {
+        params.iter().map(|param| self.reader.grad(&param, self.switches.decoupled_grad)).collect()
+    }
+
+    /// A parameter's state, if it has any and that is found without asking it for its hash.
+    fn state(&mut self, param: u64) -> Option<Bound<'py, PyDict>> {
+        self.walk.step(param)?.cast_into::<PyDict>().ok().filter(|state| !state.is_empty())
+    }
+
+    /// The objects of a parameter and the kinds that they should be of; `None` if it is to be read in full.
+    fn row(&mut self, index: usize, param: u64) -> Option<Row> {
+        let state = self.state(param)?;
+        let mut row = Row { index: index as u32, param, ..Row::default() };
+        let Some(Checked { signature, sharded, grad_sharded }) = self.trails.checked(index) else {
+            // It had no gradient; if it still has none, nothing is left to read.
+            return Some(row);
+        };
         let variant = signature.variant;
         // A master that stock only scales may have been missing and have come back.
-        let master_missed = variant.master == Master::None && self.switches.master(variant.param) != Master::None;
-        if master_missed || self.release.strict_parity && grad.sharded != sharded {
-            return Ok(None);
+        if variant.master == Master::None && self.switches.master(variant.param) != Master::None {
+            return None;
         }
-        let mut tensors = [0; ROLES];
-        let mut scaling = None;
-        let Some(&kind) = self.grad_kinds.get(place.index) else { return Ok(None) };
-        let Some(view) = self.reader.recalled(&grad.local, self.kinds, kind) else { return Ok(None) };
-        tensors[Role::Grad as usize] = view.address;
-        let Some(address) = self.address_again(param.as_ptr() as u64, local) else { return Ok(None) };
-        tensors[Role::Param as usize] = address;
-
-        let names = [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")];
-        let Some(state) = self.walk.get(param)? else { return Ok(None) };
-        let Ok(state) = state.cast_into::<PyDict>() else { return Ok(None) };
-        self.trails.note_dict(state.as_ptr() as u64);
-        let mut factors = [const { None }; 3];
+        let mut dicts = [Some(state.as_ptr() as u64), None];
+        let states = borrowed_entries(&state);
+        let mut factors = [None; 3];
         if variant.is_scaled() {
-            let Some(scales) = self.scales.get(param)? else { return Ok(None) };
-            let Ok(scales) = scales.cast_into::<PyDict>() else { return Ok(None) };
-            self.trails.note_dict(scales.as_ptr() as u64);
-            factors = state_entries(&scales, names)?;
+            let scales = self.scales.step(param)?.cast_into::<PyDict>().ok()?;
+            dicts[1] = Some(scales.as_ptr() as u64);
+            factors = borrowed_entries(&scales);
         }
-        let master = matches!(variant.master, Master::F16 | Master::F16Idle);
-        let halves = [variant.exp_avg == Dtype::F16, variant.exp_avg_sq == Dtype::F16, master];
-        let states = state_entries(&state, names)?.into_iter().zip(factors).zip(halves);
-        for (role, ((tensor, factor), half)) in [Role::ExpAvg, Role::ExpAvgSq, Role::Master].into_iter().zip(states) {
+        self.trails.note_dicts_anew(index, dicts);
+        (row.sharded, row.grad_sharded) = (sharded, grad_sharded);
+        row.kinds[Role::Grad as usize] = self.trails.grad_kind(index);
+        let mut kinds = self.trails.kinds(index);
+        let mut expect = |place: usize, object| {
+            (row.words[place], row.kinds[place]) = (object, kinds.next()?);
+            Some(())
+        };
+        expect(Role::Param as usize, param)?;
+        for (at, role) in STATES.into_iter().enumerate() {
             if role == Role::Master && variant.master == Master::None {
                 continue;
             }
-            let Some(tensor) = tensor else { return Ok(None) };
-            let object = tensor.as_ptr() as u64;
-            let (tensor, outer_state, inner) = self.reader.local(tensor)?;
-            if inner != Kind::Plain || (outer_state == Kind::Sharded) != sharded {
-                return Ok(None);
-            }
-            let Some(address) = self.address_again(object, &tensor) else { return Ok(None) };
-            tensors[role as usize] = address;
-            if half {
-                let Some(factor) = factor else { return Ok(None) };
-                if self.reader.kind(&factor)? != Kind::Plain {
-                    return Ok(None);
-                }
-                let Some(factor) = self.address_again(factor.as_ptr() as u64, &factor) else { return Ok(None) };
-                let parts: &mut [Scaling; ROLES] = scaling.get_or_insert_with(Box::default);
-                parts[role as usize].factor = factor;
+            expect(role as usize, states[at]?)?;
+            if variant.scaled(role) == Scaled::Factor {
+                expect(ROLES + at, factors[at]?)?;
             }
         }
-        self.trails.note_checked(signature);
-        Ok(Some(Work { signature, tensors, scaling }))
+        Some(row)
     }
+}
 
-    /// Address of the next tensor if it is of the kind that was noted in its place.
-    fn address_again(&mut self, outer: u64, local: &Bound<'py, PyAny>) -> Option<u64> {
-        let kind = self.trails.kind();
-        let view = self.reader.recalled(local, self.kinds, kind)?;
-        self.trails.note(outer, local.as_ptr() as u64, view.record, self.reader.record_at(), kind);
-        Some(view.address)
+/// The work of a row that is known; none without elements.
+fn work(row: &Row, signature: Signature) -> Option<Work> {
+    let mut scaling: Option<Box<[Scaling; ROLES]>> = None;
+    for (at, role) in STATES.into_iter().enumerate() {
+        let factor = row.words[ROLES + at];
+        if factor != 0 {
+            scaling.get_or_insert_default()[role as usize].factor = factor;
+        }
     }
+    let tensors = std::array::from_fn(|role| row.words[role]);
+    (signature.numel > 0).then_some(Work { signature, tensors, scaling })
 }

@@ -8,11 +8,12 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::plan::column::{Column, Master, Role, Verdict, Work};
 use crate::plan::operands::Scaling;
+use crate::python::again::Buffers;
 use crate::python::faults::{self, Place};
 use crate::python::options::Switches;
-use crate::python::prefetch::{self, AHEAD, Chain, Trails};
-use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries};
-use crate::python::recall::{Kinds, UNKNOWN};
+use crate::python::prefetch::{AHEAD, Checked, Trails};
+use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries, state_keys};
+use crate::python::recall::Kinds;
 use crate::tensor::{Device, Dtype, View};
 
 /// What a step does once its kernels are launched.
@@ -72,19 +73,30 @@ pub struct Release {
 
 /// What reading one group came to.
 pub enum Outcome<'py> {
-    /// One work per parameter.
-    Works(Vec<Option<Work>>),
+    /// One work per parameter, in the buffers.
+    Works,
     /// These parameters have no state yet, with whether theirs is a remainder.
     Uninitialised(Vec<(Bound<'py, PyAny>, bool)>),
     /// Only stock can serve it.
     Unserved(&'static str),
 }
 
+/// A parameter with its gradient and dicts.
+struct Opened<'py> {
+    index: usize,
+    param: Bound<'py, PyAny>,
+    grad: Option<Grad<'py>>,
+    /// `optimizer.state[param]`.
+    state: Option<Bound<'py, PyDict>>,
+    /// `optimizer._scales[param]`, where the options call for scaled states.
+    scales: Option<Bound<'py, PyDict>>,
+}
+
 /// A gradient and the tensor that holds its elements.
-pub struct Grad<'py> {
+struct Grad<'py> {
     outer: Bound<'py, PyAny>,
-    pub local: Bound<'py, PyAny>,
-    pub sharded: bool,
+    local: Bound<'py, PyAny>,
+    sharded: bool,
 }
 
 /// The value that an update writes, as the kernels see it.
@@ -112,8 +124,7 @@ pub struct GroupReader<'a, 'py> {
     pub aftermath: &'a mut Aftermath<'py>,
     pub trails: &'a mut Trails,
     pub kinds: &'a mut Kinds,
-    /// The kinds that the gradients were of.
-    pub grad_kinds: &'a mut Vec<u32>,
+    pub buffers: &'a mut Buffers,
     pub switches: &'a Switches,
     pub release: &'a Release,
     pub group: usize,
@@ -122,83 +133,88 @@ pub struct GroupReader<'a, 'py> {
 impl<'py> GroupReader<'_, 'py> {
     /// Reads and checks all of them.
     pub fn read(&mut self, params: &Bound<'py, PyAny>) -> PyResult<Outcome<'py>> {
-        let params: Vec<Bound<'py, PyAny>> = match params.cast::<PyList>() {
-            Ok(list) => list.iter().collect(),
-            Err(_) => params.try_iter()?.collect::<PyResult<_>>()?,
+        self.trails.begin();
+        let list = params.cast::<PyList>();
+        self.buffers.begin(params.len()?);
+        let left: Vec<(usize, Bound<'py, PyAny>)> = match list {
+            Ok(list) => {
+                self.read_again(list)?;
+                let left = (0..self.buffers.done.len()).filter(|&at| !self.buffers.done[at]);
+                left.map(|at| Ok((at, list.get_item(at)?))).collect::<PyResult<_>>()?
+            }
+            Err(_) => {
+                let params: Vec<_> = params.try_iter()?.collect::<PyResult<_>>()?;
+                params.into_iter().enumerate().collect()
+            }
         };
-        if let Some(first) = params.first() {
-            let (local, ..) = self.reader.local(first.clone())?;
-            self.reader.find_record(&local);
-        }
-        let grads = self.open_grads(&params)?;
-        let mut works = Vec::with_capacity(params.len());
+        let unchanged = self.trails.keep_all_if(&self.buffers.done);
+        let mut left = self.open(left)?.into_iter();
         let mut uninitialised = Vec::new();
         let mut half = Dtype::Other;
-        self.trails.begin();
-        (0..AHEAD).for_each(|index| self.trails.prefetch(index));
-        let locals: Vec<Option<u64>> = grads.iter().map(|grad| Some(grad.as_ref()?.local.as_ptr() as u64)).collect();
-        for (index, (param, grad)) in params.into_iter().zip(grads).enumerate() {
-            self.trails.prefetch(index + AHEAD);
-            if let Some(at) = self.reader.record_at() {
-                let ahead = |distance| locals.get(index + distance).copied().flatten();
-                ahead(2 * AHEAD).inspect(|&object| at.fetch_record(object));
-                ahead(AHEAD).inspect(|&object| at.fetch_behind(object));
-            }
+        for index in 0..self.buffers.done.len() {
             let place = Place { group: self.group, index };
-            self.trails.begin_parameter();
-            let (local, outer, inner) = self.reader.local(param.clone())?;
-            if let (Some(grad), Kind::Plain) = (&grad, inner) {
-                if let Some(work) = self.read_again(place, &param, &local, outer, grad)? {
-                    self.check_half(&mut half, work.signature.variant.param, place, &param)?;
-                    works.push(Some(work));
-                    continue;
-                }
-                self.trails.begin_parameter_again();
+            if !unchanged {
+                self.trails.begin_parameter();
             }
+            if self.buffers.done[index] {
+                if let Some(work) = &self.buffers.works[index] {
+                    let param = || params.get_item(index);
+                    self.check_half(&mut half, work.signature.variant.param, place, param)?;
+                }
+                if !unchanged {
+                    self.trails.keep();
+                }
+                continue;
+            }
+            if let Some(ahead) = left.as_slice().get(AHEAD) {
+                self.trails.prefetch_tensors(ahead.index);
+            }
+            let Some(opened) = left.next() else { break };
+            let param = &opened.param;
+            let (local, outer, inner) = self.reader.local(param.clone())?;
             let value = if inner == Kind::Wrapped {
-                match self.quantized_value(place, &param, local)? {
+                match self.quantized_value(place, param, local)? {
                     Some(value) => value,
                     None => return Ok(Outcome::Unserved("a quantized parameter that this release does not know")),
                 }
             } else {
-                let view = self.noted_view(param.as_ptr() as u64, &local, place, &param, Role::Param)?;
+                let view = self.noted_view(param.as_ptr() as u64, &local, place, param, Role::Param)?;
                 Value { tensor: local, view, scaling: None, quantized: None }
             };
-            let grad = self.checked_grad(place, &param, outer, grad)?;
+            self.check_parity(place, &opened, outer)?;
             let dtype = value.view.dtype;
-            if grad.is_some() {
-                self.check_half(&mut half, dtype, place, &param)?;
+            if opened.grad.is_some() {
+                self.check_half(&mut half, dtype, place, || Ok(param.clone()))?;
             }
-            let state = match self.walk.get(&param)? {
-                Some(state) => state.cast_into::<PyDict>().map_err(PyErr::from)?,
-                None => PyDict::new(param.py()),
+            let Some(state) = opened.state.as_ref().filter(|state| !state.is_empty()) else {
+                if let Some(grad) = &opened.grad {
+                    // A gradient that will be refused must be refused before any state is made.
+                    self.check_grad(place, param, value.view, &grad.local)?;
+                }
+                uninitialised.push((opened.param, self.switches.remainder(dtype)));
+                continue;
             };
             self.trails.note_dict(state.as_ptr() as u64);
-            if state.is_empty() {
-                if let Some(grad) = &grad {
-                    // A gradient that will be refused must be refused before any state is made.
-                    self.check_grad(place, &param, value.view, grad)?;
-                }
-                uninitialised.push((param, self.switches.remainder(dtype)));
-                continue;
-            }
-            let Some(grad) = grad else {
-                works.push(None);
-                continue;
-            };
-            match self.read_column(place, &param, outer, value, grad, &state)? {
-                Some(work) => works.push(work),
+            let Some(grad) = &opened.grad else { continue };
+            match self.read_column(place, &opened, outer, value, grad, state)? {
+                Some(work) => self.buffers.works[index] = work,
                 None => return Ok(Outcome::Unserved("states of a DTensor that lost their sharding")),
             }
         }
-        Ok(if uninitialised.is_empty() { Outcome::Works(works) } else { Outcome::Uninitialised(uninitialised) })
+        Ok(if uninitialised.is_empty() { Outcome::Works } else { Outcome::Uninitialised(uninitialised) })
     }
 
     /// Refuses fp16 beside bf16: `half` is the one met before.
-    fn check_half(&self, half: &mut Dtype, dtype: Dtype, place: Place, param: &Bound<'py, PyAny>) -> PyResult<()> {
+    fn check_half(
+        &self,
+        half: &mut Dtype,
+        dtype: Dtype,
+        place: Place,
+        param: impl Fn() -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<()> {
         if matches!(dtype, Dtype::F16 | Dtype::BF16) {
             if *half != Dtype::Other && *half != dtype {
-                return Err(faults::mixed(place, param, dtype, self.switches.remainders));
+                return Err(faults::mixed(place, &param()?, dtype, self.switches.remainders));
             }
             *half = dtype;
         }
@@ -264,75 +280,51 @@ impl<'py> GroupReader<'_, 'py> {
         Ok(Some(Value { tensor: data, view, scaling: Some(scaling), quantized: None }))
     }
 
-    /// Every parameter's gradient, opened in passes so that the memory of one pass arrives while the one before runs.
-    fn open_grads(&mut self, params: &[Bound<'py, PyAny>]) -> PyResult<Vec<Option<Grad<'py>>>> {
-        let mut outers: Vec<Option<Bound<'py, PyAny>>> = Vec::with_capacity(params.len());
-        let (mut chain, mut looked) = (Chain::default(), None);
-        for (index, param) in params.iter().enumerate() {
-            if let Some(ahead) = params.get(index + 4 * AHEAD) {
-                prefetch::object(ahead.as_ptr() as u64);
-            }
-            if let Some(at) = self.reader.record_at() {
-                let ahead = |distance: usize| params.get(index + distance).map(|param| param.as_ptr() as u64);
-                ahead(3 * AHEAD).inspect(|&object| at.fetch_record(object));
-                ahead(2 * AHEAD).inspect(|&object| at.fetch_behind(object));
-                ahead(AHEAD).inspect(|&object| chain.fetch_grad_record(at, object));
-                ahead(AHEAD / 2).inspect(|&object| chain.fetch_grad(at, object));
-            }
-            let grad = self.reader.grad(param, self.switches.decoupled_grad)?;
-            if let (Some(grad), Some(at), None) = (&grad, self.reader.record_at(), &looked) {
-                let (local, ..) = self.reader.local(grad.clone())?;
-                let [param, grad, local] = [param, grad, &local].map(|object| object.as_ptr() as u64);
-                looked = Some(Chain::find(at, param, grad, local));
-                chain = looked.filter(|_| !self.switches.decoupled_grad).unwrap_or_default();
-            }
-            outers.push(grad);
+    /// Parameters with their gradients and dicts, opened in passes so that the memory of one pass arrives while the one
+    /// before runs.
+    fn open(&mut self, params: Vec<(usize, Bound<'py, PyAny>)>) -> PyResult<Vec<Opened<'py>>> {
+        let decoupled = self.switches.decoupled_grad;
+        let outers: Vec<Option<Bound<'py, PyAny>>> =
+            params.iter().map(|(_, param)| self.reader.grad(param, decoupled)).collect::<PyResult<_>>()?;
+        let scaled = self.switches.scales_states();
+        let mut opened = Vec::with_capacity(params.len());
+        for ((index, param), outer) in params.into_iter().zip(outers) {
+            self.trails.prefetch_dicts(index + 2 * AHEAD);
+            let grad = outer.map(|outer| self.open_grad(index, &param, outer)).transpose()?;
+            let dict = |entry: Option<Bound<'py, PyAny>>| entry.map(|dict| dict.cast_into::<PyDict>()).transpose();
+            let state = dict(self.walk.get(&param)?)?;
+            let scales = if scaled { dict(self.scales.get(&param)?)? } else { None };
+            opened.push(Opened { index, param, grad, state, scales });
         }
-        let chain = looked.unwrap_or_default();
-        let mut grads = Vec::with_capacity(params.len());
-        for index in 0..outers.len() {
-            if let Some(Some(ahead)) = outers.get(index + AHEAD) {
-                chain.fetch_local(ahead.as_ptr() as u64);
-            }
-            let Some(outer) = outers[index].take() else {
-                grads.push(None);
-                continue;
-            };
-            let (local, kind, inner) = self.reader.local(outer.clone())?;
-            if inner == Kind::Wrapped {
-                let place = Place { group: self.group, index };
-                let error = PyTypeError::new_err(format!("a {} is no plain tensor", local.get_type()));
-                return Err(faults::unreadable(error, place, &params[index], Role::Grad));
-            }
-            grads.push(Some(Grad { outer, local, sharded: kind == Kind::Sharded }));
-        }
-        Ok(grads)
+        Ok(opened)
     }
 
-    /// The local gradient, if it is as sharded as its parameter or the release does not mind.
-    fn checked_grad(
-        &self,
-        place: Place,
-        param: &Bound<'py, PyAny>,
-        outer: Kind,
-        grad: Option<Grad<'py>>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let Some(Grad { outer: grad, local, sharded }) = grad else { return Ok(None) };
-        if self.release.strict_parity && sharded != (outer == Kind::Sharded) {
-            return Err(faults::parity(place, param, Role::Grad, &grad));
+    fn open_grad(&mut self, index: usize, param: &Bound<'py, PyAny>, outer: Bound<'py, PyAny>) -> PyResult<Grad<'py>> {
+        let (local, kind, inner) = self.reader.local(outer.clone())?;
+        if inner == Kind::Wrapped {
+            let place = Place { group: self.group, index };
+            let error = PyTypeError::new_err(format!("a {} is no plain tensor", local.get_type()));
+            return Err(faults::unreadable(error, place, param, Role::Grad));
         }
-        Ok(Some(local))
+        Ok(Grad { outer, local, sharded: kind == Kind::Sharded })
+    }
+
+    /// Refuses a gradient that is not as sharded as its parameter where the release minds.
+    fn check_parity(&self, place: Place, opened: &Opened<'py>, outer: Kind) -> PyResult<()> {
+        match &opened.grad {
+            Some(grad) if self.release.strict_parity && grad.sharded != (outer == Kind::Sharded) => {
+                Err(faults::parity(place, &opened.param, Role::Grad, &grad.outer))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The gradient's view; sparse ones have none.
     fn grad_view(&mut self, place: Place, param: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny>) -> PyResult<View> {
-        if self.grad_kinds.len() <= place.index {
-            self.grad_kinds.resize(place.index + 1, UNKNOWN);
-        }
-        let known = &mut self.grad_kinds[place.index];
-        let read = self.reader.view_alike(grad, self.kinds, *known);
+        let known = self.trails.grad_kind(place.index);
+        let read = self.reader.view_alike(grad, self.kinds, known);
         read.map(|(view, kind)| {
-            *known = kind;
+            self.trails.note_grad(kind);
             view
         })
         .map_err(|error| {
@@ -370,25 +362,25 @@ impl<'py> GroupReader<'_, 'py> {
     fn read_column(
         &mut self,
         place: Place,
-        param: &Bound<'py, PyAny>,
+        opened: &Opened<'py>,
         outer: Kind,
         mut value: Value<'py>,
-        grad: Bound<'py, PyAny>,
+        grad: &Grad<'py>,
         state: &Bound<'py, PyDict>,
     ) -> PyResult<Option<Option<Work>>> {
-        let py = param.py();
-        let grad_view = self.grad_view(place, param, &grad)?;
+        let param = &opened.param;
+        let plain = value.scaling.is_none() && value.quantized.is_none();
+        let grad_view = self.grad_view(place, param, &grad.local)?;
         let mut kind = self.switches.master(value.view.dtype);
         if value.quantized.is_some() {
             kind = if self.switches.master == Dtype::F16 { Master::F16 } else { Master::F32 };
         }
         let mut states: [Option<State<'py>>; 3] = [None, None, None];
-        let names = [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")];
         let roles = [Role::ExpAvg, Role::ExpAvgSq, Role::Master];
         let [exp_avg, exp_avg_sq] = self.switches.moments;
         let master = if matches!(kind, Master::F16 | Master::F16Idle) { Dtype::F16 } else { Dtype::Other };
         let dtypes = [exp_avg, exp_avg_sq, master];
-        let entries = state_entries(state, names)?;
+        let entries = state_entries(state);
         if kind == Master::F16Idle && entries[2].is_none() {
             kind = Master::None;
         }
@@ -408,7 +400,7 @@ impl<'py> GroupReader<'_, 'py> {
                 }
                 return Ok(None);
             }
-            states[at] = Some(self.read_state(place, param, roles[at], dtypes[at], outer_address, tensor)?);
+            states[at] = Some(self.read_state(place, opened, roles[at], dtypes[at], outer_address, tensor)?);
         }
         let [Some(exp_avg), Some(exp_avg_sq), mut master] = states else {
             return Err(PyRuntimeError::new_err("the moments were not read"));
@@ -432,20 +424,19 @@ impl<'py> GroupReader<'_, 'py> {
             capturable: self.switches.capturable,
         };
         let master = master.map(|master| master.tensor);
-        let tensors = [Some(grad), Some(value.tensor), Some(exp_avg.tensor), Some(exp_avg_sq.tensor), master];
+        let tensors = [Some(grad.local.clone()), Some(value.tensor), Some(exp_avg.tensor), Some(exp_avg_sq.tensor), master];
         let verdict = column.check().map_err(|fault| {
             let tensor = tensors[faults::role(fault) as usize].as_ref().unwrap_or(param);
             faults::raise(fault, place, param, tensor)
         })?;
+        // Quantized parameters and fp8 states have an inside that is read in full each time.
+        if plain && !self.switches.moments.contains(&Dtype::E4M3) && !matches!(verdict, Verdict::Unordered) {
+            let sharded = outer == Kind::Sharded;
+            self.trails.note_checked(Checked { signature: column.signature(), sharded, grad_sharded: grad.sharded });
+        }
         match verdict {
             Verdict::Empty => Ok(Some(None)),
-            Verdict::Ready(work) => {
-                // fp8 states have an inside that is read in full each time.
-                if !self.switches.moments.contains(&Dtype::E4M3) {
-                    self.trails.note_checked(work.signature);
-                }
-                Ok(Some(Some(work)))
-            }
+            Verdict::Ready(work) => Ok(Some(Some(work))),
             Verdict::Unordered => self.stage(place, param, column, tensors).map(|work| Some(Some(work))),
         }
     }
@@ -454,12 +445,13 @@ impl<'py> GroupReader<'_, 'py> {
     fn read_state(
         &mut self,
         place: Place,
-        param: &Bound<'py, PyAny>,
+        opened: &Opened<'py>,
         role: Role,
         dtype: Dtype,
         outer: u64,
         tensor: Bound<'py, PyAny>,
     ) -> PyResult<State<'py>> {
+        let param = &opened.param;
         let unreadable = |error| faults::unreadable(error, place, param, role);
         if dtype == Dtype::E4M3 {
             let Some(fp8) = self.reader.fp8(&tensor).map_err(unreadable)? else {
@@ -467,7 +459,7 @@ impl<'py> GroupReader<'_, 'py> {
                 return Err(unreadable(error));
             };
             let view = View { dtype: fp8.dtype, ..self.noted_view(outer, &fp8.data, place, param, role)? };
-            let factor = self.scale_of(place, param, role)?;
+            let factor = self.scale_of(place, opened, role)?;
             let mut one = |name, tensor| self.number(name, tensor, view.device).map_err(unreadable);
             let scaling = Scaling {
                 factor: one("a scale", &factor)?,
@@ -486,7 +478,7 @@ impl<'py> GroupReader<'_, 'py> {
         let view = self.noted_view(outer, &tensor, place, param, role)?;
         let mut scaling = None;
         if dtype == Dtype::F16 {
-            let factor = self.scale_of(place, param, role)?;
+            let factor = self.scale_of(place, opened, role)?;
             let factor = self.number("a scale", &factor, view.device).map_err(unreadable)?;
             scaling = Some(Scaling { factor, ..Scaling::default() });
         }
@@ -503,23 +495,16 @@ impl<'py> GroupReader<'_, 'py> {
     }
 
     /// `optimizer._scales[param][name]`.
-    fn scale_of(&mut self, place: Place, param: &Bound<'py, PyAny>, role: Role) -> PyResult<Bound<'py, PyAny>> {
-        let py = param.py();
-        let name = match role {
-            Role::ExpAvg => intern!(py, "exp_avg"),
-            Role::ExpAvgSq => intern!(py, "exp_avg_sq"),
-            _ => intern!(py, "master_param"),
-        };
-        let scale = match self.scales.get(param)? {
+    fn scale_of(&mut self, place: Place, opened: &Opened<'py>, role: Role) -> PyResult<Bound<'py, PyAny>> {
+        let scale = match &opened.scales {
             Some(scales) => {
-                let scales = scales.cast_into::<PyDict>().map_err(PyErr::from)?;
                 self.trails.note_dict(scales.as_ptr() as u64);
-                scales.get_item(name)?
+                scales.get_item(state_keys(scales.py())[role as usize - Role::ExpAvg as usize])?
             }
             None => None,
         };
         scale.ok_or_else(|| {
-            let param = faults::name(place, param);
+            let param = faults::name(place, &opened.param);
             PyKeyError::new_err(format!("{}: the scale of this state of {param} is missing", role.name()))
         })
     }

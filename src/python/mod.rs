@@ -17,6 +17,7 @@ mod recall;
 mod save;
 mod shim;
 mod step;
+mod sweep;
 
 use pyo3::prelude::*;
 

@@ -54,6 +54,12 @@ impl Switches {
         self.moments[0] == self.moments[1] && matches!(self.moments[0], Dtype::F32 | Dtype::BF16)
     }
 
+    /// Whether any state is kept with a factor that scales it.
+    pub fn scales_states(&self) -> bool {
+        let scaled = |dtype| matches!(dtype, Dtype::F16 | Dtype::E4M3);
+        self.moments.into_iter().chain([self.master]).any(scaled)
+    }
+
     /// Whether initialising a parameter of this nominal dtype makes a remainder.
     pub fn remainder(&self, param: Dtype) -> bool {
         self.remainders && self.master_weights && param == Dtype::BF16

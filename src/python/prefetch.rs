@@ -3,6 +3,8 @@
 //! most of the waiting. Invariant: addresses noted in one step are only ever hints in the next, never read through; what is
 //! read through belongs to tensors that are held.
 
+use std::ops::Range;
+
 use crate::plan::column::Signature;
 use crate::python::recall::UNKNOWN;
 
@@ -28,12 +30,23 @@ struct Note {
     kind: u32,
 }
 
-/// Where a parameter's notes begin, and what its tensors came to.
+/// Where a parameter's notes begin, the kind of its gradient, and what its tensors came to.
 #[derive(Clone, Copy, Debug)]
 struct Parameter {
     tensors: usize,
     dicts: usize,
-    checked: Option<Signature>,
+    grad: u32,
+    checked: Option<Checked>,
+}
+
+/// What a parameter's tensors came to when they were last checked.
+#[derive(Clone, Copy, Debug)]
+pub struct Checked {
+    /// Kind of work; none without elements.
+    pub signature: Signature,
+    /// Whether parameter and states are DTensors, and whether the gradient is one.
+    pub sharded: bool,
+    pub grad_sharded: bool,
 }
 
 /// What one reading of a group noted, one parameter after the other, so that the processor sees it coming.
@@ -64,28 +77,70 @@ impl Trails {
     pub fn begin_parameter(&mut self) {
         let index = self.now.parameters.len();
         let (tensors, dicts) = (self.now.tensors.len(), self.now.dicts.len());
-        self.now.parameters.push(Parameter { tensors, dicts, checked: None });
+        self.now.parameters.push(Parameter { tensors, dicts, grad: UNKNOWN, checked: None });
         self.next = self.before.parameters.get(index).map_or(usize::MAX, |before| before.tensors);
     }
 
-    /// Drops what was noted of this parameter.
-    pub fn begin_parameter_again(&mut self) {
-        if let Some(Parameter { tensors, dicts, .. }) = self.now.parameters.pop() {
-            self.now.tensors.truncate(tensors);
-            self.now.dicts.truncate(dicts);
-        }
-        self.begin_parameter();
+    /// What a parameter's tensors, each of the kind noted, came to when they were last checked.
+    pub fn checked(&self, index: usize) -> Option<Checked> {
+        self.before.parameters.get(index)?.checked
     }
 
-    /// What this parameter's tensors, each of the kind noted, came to when they were last checked.
-    pub fn checked(&self) -> Option<Signature> {
-        self.before.parameters.get(self.now.parameters.len().checked_sub(1)?)?.checked
+    /// Whether any parameter's were.
+    pub fn any_checked(&self) -> bool {
+        self.before.parameters.iter().any(|parameter| parameter.checked.is_some())
+    }
+
+    /// The kinds that a parameter's tensors were of, in the order in which they were noted.
+    pub fn kinds(&self, index: usize) -> impl Iterator<Item = u32> {
+        self.before.tensors[self.before.range(index).0].iter().map(|note| note.kind)
+    }
+
+    /// Notes that a parameter's dicts are these live ones now.
+    pub fn note_dicts_anew(&mut self, index: usize, dicts: [Option<u64>; 2]) {
+        let (_, noted) = self.before.range(index);
+        for (note, dict) in self.before.dicts[noted].iter_mut().zip(dicts.into_iter().flatten()) {
+            *note = dict_note(dict);
+        }
+    }
+
+    /// All that was noted holds again if it holds for every parameter; says whether it does.
+    pub fn keep_all_if(&mut self, holds: &[bool]) -> bool {
+        let all = self.before.parameters.len() == holds.len() && holds.iter().all(|&holds| holds);
+        if all {
+            std::mem::swap(&mut self.before, &mut self.now);
+        }
+        all
+    }
+
+    /// All that was noted of this parameter holds again.
+    pub fn keep(&mut self) {
+        let Some(index) = self.now.parameters.len().checked_sub(1) else { return };
+        let (tensors, dicts) = self.before.range(index);
+        self.now.tensors.extend_from_slice(&self.before.tensors[tensors]);
+        self.now.dicts.extend_from_slice(&self.before.dicts[dicts]);
+        if let Some(before) = self.before.parameters.get(index) {
+            let now = &mut self.now.parameters[index];
+            (now.grad, now.checked) = (before.grad, before.checked);
+        }
+    }
+
+    /// The kind that a parameter's gradient was of.
+    pub fn grad_kind(&self, index: usize) -> u32 {
+        self.before.parameters.get(index).map_or(UNKNOWN, |parameter| parameter.grad)
+    }
+
+    /// Notes the kind of this parameter's gradient.
+    pub fn note_grad(&mut self, kind: u32) {
+        if let Some(parameter) = self.now.parameters.last_mut() {
+            parameter.grad = kind;
+        }
     }
 
     /// Notes what this parameter's tensors come to.
-    pub fn note_checked(&mut self, signature: Signature) {
+    pub fn note_checked(&mut self, checked: Checked) {
         if let Some(parameter) = self.now.parameters.last_mut() {
-            parameter.checked = Some(signature);
+            parameter.checked = Some(checked);
         }
     }
 
@@ -100,10 +155,9 @@ impl Trails {
         self.now.tensors.push(Note { outer, local, shape, storage: at.map_or(0, |at| at.storage(local)), kind });
     }
 
-    /// Notes a live dict, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
+    /// Notes a live dict.
     pub fn note_dict(&mut self, dict: u64) {
-        // SAFETY: the dict is live.
-        self.now.dicts.push([dict, unsafe { read(dict + 32) }]);
+        self.now.dicts.push(dict_note(dict));
     }
 
     /// Tensors noted in the last reading.
@@ -111,25 +165,41 @@ impl Trails {
         self.now.tensors.len()
     }
 
-    /// Asks for all that a parameter had.
-    pub fn prefetch(&self, index: usize) {
-        let Notes { tensors, dicts, parameters } = &self.before;
-        let Some(first) = parameters.get(index) else { return };
-        let end = Parameter { tensors: tensors.len(), dicts: dicts.len(), checked: None };
-        let last = parameters.get(index + 1).unwrap_or(&end);
-        for &[dict, keys] in &dicts[first.dicts..last.dicts] {
+    /// Asks for the dicts that a parameter had.
+    pub fn prefetch_dicts(&self, index: usize) {
+        for &[dict, keys] in &self.before.dicts[self.before.range(index).1] {
             fetch(dict);
             lines(keys, 3);
         }
-        for &Note { outer, local, shape, storage, .. } in &tensors[first.tensors..last.tensors] {
+    }
+
+    /// Asks for the tensors that a parameter had.
+    pub fn prefetch_tensors(&self, index: usize) {
+        for &Note { outer, local, shape, storage, .. } in &self.before.tensors[self.before.range(index).0] {
             object(outer);
             if local != outer {
                 fetch(local);
             }
-            record(shape);
+            record(shape.saturating_sub(SHAPE));
             fetch(storage + STORAGE_WORDS);
         }
     }
+}
+
+impl Notes {
+    /// Where a parameter's tensors and dicts are; nowhere if none were noted.
+    fn range(&self, index: usize) -> (Range<usize>, Range<usize>) {
+        let Some(first) = self.parameters.get(index) else { return (0..0, 0..0) };
+        let last = self.parameters.get(index + 1).map(|last| (last.tensors, last.dicts));
+        let (tensors, dicts) = last.unwrap_or((self.tensors.len(), self.dicts.len()));
+        (first.tensors..tensors, first.dicts..dicts)
+    }
+}
+
+/// A live dict, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
+fn dict_note(dict: u64) -> [u64; 2] {
+    // SAFETY: the dict is live.
+    [dict, unsafe { read(dict + 32) }]
 }
 
 /// Where a tensor's Python object points at torch's record of it: found by looking, not assumed. Every tensor's object has
@@ -170,89 +240,29 @@ impl RecordAt {
 
     /// Where a live tensor's record points at its storage.
     fn storage(self, object: u64) -> u64 {
-        // SAFETY: the record of a live tensor has `RECORD_BYTES`, since its shape lies behind.
-        unsafe { read(self.record(object) + 16) }
+        // SAFETY: the tensor is live.
+        unsafe { storage(self.record(object)) }
     }
 
-    /// Asks for the record of a live tensor, whose object should have arrived.
-    pub fn fetch_record(self, object: u64) {
-        record(self.record(object) + SHAPE);
-    }
-
-    /// Asks for what the record of a live tensor points at first: its storage and its gradient's place.
-    pub fn fetch_behind(self, object: u64) {
-        // SAFETY: as for `storage`.
-        let (storage, meta) = unsafe { (read(self.record(object) + 16), read(self.record(object) + 24)) };
-        lines(storage, 2);
-        lines(meta, 2);
-    }
 }
 
-/// The way from a parameter's record to its gradient's Python object, and from a DTensor's to its local tensor's: found
-/// by looking at one of each.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Chain {
-    /// In what the record's fourth word points at: the gradient's record.
-    grad: Option<u64>,
-    /// In a record: its tensor's Python object.
-    object: Option<u64>,
-    /// In a DTensor's object, and which class that is: its local tensor's.
-    local: Option<(u64, u64)>,
+/// Where a record points at its tensor's storage.
+///
+/// # Safety
+/// `record` must be that of a live tensor.
+pub unsafe fn storage(record: u64) -> u64 {
+    // SAFETY: the record of a live tensor has `RECORD_BYTES`, since its shape lies behind.
+    unsafe { read(record + 16) }
 }
 
-impl Chain {
-    /// Looks at a live parameter, its gradient, and that gradient's local tensor.
-    pub fn find(at: RecordAt, param: u64, grad: u64, local: u64) -> Chain {
-        // SAFETY: as for `RecordAt::storage`; what lies there is torch's record of autograd, live and of 96 bytes at least.
-        let meta = unsafe { read(at.record(param) + 24) };
-        let grad_record = at.record(grad);
-        let search = |base: u64, range: std::ops::Range<u64>, wanted: u64| {
-            // SAFETY: records and DTensor's objects, which have two words of their own, are at least as long.
-            (base != 0).then(|| range.step_by(8).find(|&offset| unsafe { read(base + offset) } == wanted)).flatten()
-        };
-        Chain {
-            grad: search(meta, 8..96, grad_record),
-            object: search(grad_record, 16..RECORD_BYTES + 40, grad),
-            local: (local != grad)
-                .then(|| search(grad, OBJECT_BYTES - 8..OBJECT_BYTES + 16, local))
-                .flatten()
-                .map(|offset| (offset, class(grad))),
-        }
-    }
-
-    /// Record of a live parameter's gradient; 0 without.
-    fn grad_record(self, at: RecordAt, param: u64) -> u64 {
-        // SAFETY: as in `find`.
-        let meta = unsafe { read(at.record(param) + 24) };
-        // SAFETY: as in `find`.
-        self.grad.filter(|_| meta != 0).map_or(0, |offset| unsafe { read(meta + offset) })
-    }
-
-    /// Asks for the record of a live parameter's gradient.
-    pub fn fetch_grad_record(self, at: RecordAt, param: u64) {
-        fetch(self.grad_record(at, param));
-    }
-
-    /// Asks for the Python object of a live parameter's gradient, whose record should have arrived.
-    pub fn fetch_grad(self, at: RecordAt, param: u64) {
-        let record = self.grad_record(at, param);
-        if let (Some(offset), true) = (self.object, record != 0) {
-            // SAFETY: the gradient is live as long as its parameter holds it.
-            object(unsafe { read(record + offset) });
-        }
-    }
-
-    /// Asks for the local tensor of a live DTensor, whose object should have arrived.
-    pub fn fetch_local(self, outer: u64) {
-        if let Some((offset, _)) = self.local.filter(|&(_, known)| known == class(outer)) {
-            // SAFETY: the DTensor is live, and objects of its class have this word.
-            object(unsafe { read(outer + offset) });
-        }
-    }
+/// Where a live DTensor's object points at its local tensor's, found by looking.
+pub fn slot(outer: u64, local: u64) -> Option<u64> {
+    // SAFETY: DTensor's objects have two words of their own behind those of every tensor's.
+    (OBJECT_BYTES - 8..OBJECT_BYTES + 16).step_by(8).find(|&offset| unsafe { read(outer + offset) } == local)
 }
 
 /// Class of a live Python object.
-fn class(object: u64) -> u64 {
+pub fn class(object: u64) -> u64 {
     // SAFETY: every object's second word is its class.
     unsafe { read(object + 8) }
 }
@@ -273,21 +283,19 @@ pub fn object(address: u64) {
 }
 
 /// Where a storage has the words that are read.
-const STORAGE_WORDS: u64 = 16;
+pub const STORAGE_WORDS: u64 = 16;
 /// Bytes from the beginning of torch's record of a tensor to its shape, about; and to the last word that is read.
 const SHAPE: u64 = 72;
 const RECORD_END: u64 = 184;
 
-/// Asks for torch's record of a tensor, which begins before its shape and ends behind it.
-fn record(shape: u64) {
-    if shape > SHAPE {
-        lines(shape - SHAPE, 3);
-        fetch(shape - SHAPE + RECORD_END);
-    }
+/// Asks for torch's record of a tensor.
+pub fn record(record: u64) {
+    lines(record, 3);
+    fetch(record + RECORD_END);
 }
 
 /// Asks for a number of lines.
-fn lines(address: u64, count: u64) {
+pub fn lines(address: u64, count: u64) {
     (0..count).for_each(|line| fetch(address + line * LINE));
 }
 

@@ -2,7 +2,7 @@
 //! Knows nothing of plans and kernels. Invariant: it keeps no tensor beyond the step it reads for, and every object it
 //! touches is held by a strong reference while it does.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr;
 
@@ -12,11 +12,12 @@ use pyo3::ffi as c;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyCapsule, PyDict, PyString, PyTuple, PyType};
+use pyo3::types::{PyCapsule, PyDict, PyList, PyString, PyTuple, PyType};
 
-use crate::python::prefetch::RecordAt;
-use crate::python::recall::{Kinds, Recall, UNKNOWN};
+use crate::python::prefetch::{self, RecordAt};
+use crate::python::recall::{GradAt, Kinds, Recall, UNKNOWN};
 use crate::python::shim::Shim;
+use crate::python::sweep::KnownClass;
 use crate::tensor::{Device, Dtype, View};
 
 /// What a tensor's class says of how to read it.
@@ -75,6 +76,8 @@ struct Class<'py> {
     kind: Kind,
     grad: Option<Getter<'py>>,
     local: Option<Getter<'py>>,
+    /// Where its objects point at their local tensors, once one was seen.
+    slot: Option<u64>,
 }
 
 /// torch's objects, looked up once per process.
@@ -82,6 +85,8 @@ pub struct Torch {
     exchange: Option<Exchange>,
     shim: Option<Shim>,
     recall: Option<Recall>,
+    /// torch's descriptor of a tensor's gradient.
+    grad: Py<PyAny>,
     tensor: Py<PyType>,
     dtypes: [(Py<PyAny>, Dtype); 9],
     plain_dispatch: Py<PyAny>,
@@ -124,12 +129,14 @@ impl Torch {
             exchange.as_ref().and_then(|exchange| Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe)));
         let recall = shim.as_ref().and_then(|shim| {
             let views = probes.iter().map(|probe| shim.view(probe)).collect::<Option<Vec<View>>>()?;
-            Recall::find(&probes, &views, &strangers(py).ok()?)
+            Recall::find(&probes, &views, &strangers(py).ok()?, |at| find_grads(py, at).ok()?)
         });
+        let grad = tensor.getattr("__base__")?.getattr("__dict__")?.get_item("grad")?.unbind();
         Ok(Torch {
             exchange,
             shim,
             recall,
+            grad,
             tensor: tensor.unbind(),
             dtypes: [
                 dtype("float32", Dtype::F32)?,
@@ -213,6 +220,22 @@ fn strangers(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
         }
     }
     Ok(strangers)
+}
+
+/// The way to gradients, looked at in parameters that have one and in some that have none.
+fn find_grads(py: Python<'_>, at: RecordAt) -> PyResult<Option<GradAt>> {
+    let torch = py.import("torch")?;
+    let tensor = || torch.call_method1("empty", ((3, 5),))?.call_method1("to", ("cpu",));
+    let param = || torch.getattr("nn")?.getattr("Parameter")?.call1((tensor()?,));
+    let (bare, graded) = ([param()?, param()?], [param()?, param()?]);
+    let mut pairs = Vec::new();
+    for param in &graded {
+        let grad = tensor()?;
+        param.setattr("grad", &grad)?;
+        pairs.push((param, grad));
+    }
+    let pairs: Vec<[u64; 2]> = pairs.iter().map(|(p, grad)| [p.as_ptr() as u64, grad.as_ptr() as u64]).collect();
+    Ok(GradAt::find(at, &pairs, &bare.each_ref().map(|param| param.as_ptr() as u64)))
 }
 
 /// The view of a tensor through DLPack.
@@ -301,7 +324,6 @@ pub struct Reader<'py> {
     dtensor: Option<Bound<'py, PyType>>,
     quantized: Option<QuantizedClasses<'py>>,
     classes: Vec<Class<'py>>,
-    record_at: Option<RecordAt>,
     /// While it lives, torch does not look for `__torch_function__` on the classes of tensors, which costs more than
     /// reading them. Classes whose override matters are `Kind::Wrapped` and not read.
     _plain_attributes: PlainAttributes<'py>,
@@ -344,7 +366,6 @@ impl<'py> Reader<'py> {
             dtensor,
             quantized: None,
             classes: Vec::new(),
-            record_at: None,
             _plain_attributes: PlainAttributes::enter(py, torch)?,
         })
     }
@@ -355,7 +376,11 @@ impl<'py> Reader<'py> {
         if let Some(at) = self.classes.iter().position(|known| known.class.as_type_ptr() == class) {
             return Ok(at);
         }
-        let class = object.get_type();
+        self.look_at(object.get_type(), None)
+    }
+
+    /// Looks at a class whose objects point at their local tensors at `slot`, if that is known; its place in `classes`.
+    fn look_at(&mut self, class: Bound<'py, PyType>, slot: Option<u64>) -> PyResult<usize> {
         let kind = if !class.is_subclass(self.torch.tensor.bind(self.py))? {
             Kind::Wrapped
         } else if self.dtensor.as_ref().is_some_and(|dtensor| class.is_subclass(dtensor).unwrap_or(false)) {
@@ -367,21 +392,45 @@ impl<'py> Reader<'py> {
         };
         let grad = Getter::find(&class, "grad")?;
         let local = if kind == Kind::Sharded { Getter::find(&class, "_local_tensor")? } else { None };
-        self.classes.push(Class { class, kind, grad, local });
+        self.classes.push(Class { class, kind, grad, local, slot });
         Ok(self.classes.len() - 1)
+    }
+
+    /// Where words lie in torch's records, if that was found out.
+    pub fn recall(&self) -> Option<Recall> {
+        self.torch.recall
     }
 
     /// Where tensors' objects point at torch's records, for hints to the processor.
     pub fn record_at(&self) -> Option<RecordAt> {
-        self.record_at
+        Some(self.torch.recall?.record_at())
     }
 
-    /// Learns that place from one tensor that can be read.
-    pub fn find_record(&mut self, tensor: &Bound<'py, PyAny>) {
-        if self.record_at.is_none() && self.class(tensor).is_ok_and(|at| self.classes[at].kind == Kind::Plain) {
-            self.record_at =
-                self.view(tensor).ok().and_then(|view| RecordAt::find(tensor.as_ptr() as u64, view.record));
-        }
+    /// Looks again at classes that were met before.
+    pub fn look_again(&mut self, classes: &[(Py<PyType>, Option<u64>)]) -> PyResult<()> {
+        classes.iter().try_for_each(|(class, slot)| self.look_at(class.bind(self.py).clone(), *slot).map(|_| ()))
+    }
+
+    /// The classes that were met, as `look_again` takes them.
+    pub fn classes(&self) -> Vec<(Py<PyType>, Option<u64>)> {
+        self.classes.iter().map(|class| (class.class.clone().unbind(), class.slot)).collect()
+    }
+
+    /// The classes that were met and whose objects' elements are known to lie at their own address or at that of the
+    /// tensor they point at.
+    pub fn known_classes(&self) -> Vec<KnownClass> {
+        let graded = |class: &Class<'py>| class.grad.as_ref().is_some_and(|g| g.descriptor.is(&self.torch.grad));
+        let known = |class: &Class<'py>| KnownClass {
+            class: class.class.as_ptr() as u64,
+            slot: class.slot,
+            graded: graded(class),
+        };
+        let whole = |class: &&Class<'py>| match class.kind {
+            Kind::Plain => true,
+            Kind::Sharded => class.slot.is_some() && class.local.is_some(),
+            Kind::Wrapped => false,
+        };
+        self.classes.iter().filter(whole).map(known).collect()
     }
 
     /// Our name of a `torch.dtype`.
@@ -430,6 +479,10 @@ impl<'py> Reader<'py> {
             None => tensor.getattr(intern!(self.py, "_local_tensor"))?,
         };
         let inner = self.kind(&local)?;
+        let slot = &mut self.classes[at].slot;
+        if slot.is_none() {
+            *slot = prefetch::slot(tensor.as_ptr() as u64, local.as_ptr() as u64);
+        }
         Ok((local, Kind::Sharded, inner))
     }
 
@@ -598,31 +651,47 @@ pub fn references(object: &Bound<'_, PyAny>) -> isize {
     unsafe { c::Py_REFCNT(object.as_ptr()) }
 }
 
-/// The values of a parameter's state under these names, which usually are its keys in this order.
-pub fn state_entries<'py, const N: usize>(
-    state: &Bound<'py, PyDict>,
-    names: [&Bound<'py, PyString>; N],
-) -> PyResult<[Option<Bound<'py, PyAny>>; N]> {
-    let py = state.py();
-    let mut values = [const { None }; N];
-    let mut found = 0;
+/// Addresses of a list's items, which it keeps alive as long as it is not changed.
+pub fn borrowed_items(list: &Bound<'_, PyList>) -> impl Iterator<Item = u64> {
+    // SAFETY: the list is live and has this item, which is not read.
+    (0..list.len()).map(|index| unsafe { c::PyList_GetItem(list.as_ptr(), index as c::Py_ssize_t) } as u64)
+}
+
+/// Keys of a parameter's state.
+pub fn state_keys(py: Python<'_>) -> [&Bound<'_, PyString>; 3] {
+    [intern!(py, "exp_avg"), intern!(py, "exp_avg_sq"), intern!(py, "master_param")]
+}
+
+/// The values of a parameter's state under `state_keys`, which usually are its keys in this order. They are kept alive by
+/// the dict as long as it is not changed; no code of Python's runs.
+pub fn borrowed_entries(state: &Bound<'_, PyDict>) -> [Option<u64>; 3] {
+    const KEYS: [&CStr; 3] = [c"exp_avg", c"exp_avg_sq", c"master_param"];
+    let known = state_keys(state.py());
+    let mut values = [None; 3];
     let mut position = 0;
     let (mut key, mut value): (*mut c::PyObject, *mut c::PyObject) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: the dict is live, and nothing runs between the calls that could change it.
-    while found < N && unsafe { c::PyDict_Next(state.as_ptr(), &mut position, &mut key, &mut value) } != 0 {
-        found += 1;
-        if let Some(at) = names.iter().position(|name| name.as_ptr() == key) {
-            // SAFETY: the dict holds the value.
-            values[at] = Some(unsafe { Bound::from_borrowed_ptr(py, value) });
+    // SAFETY: the dict is live; key and value are borrowed and used before anything else can run.
+    while unsafe { c::PyDict_Next(state.as_ptr(), &mut position, &mut key, &mut value) } != 0 {
+        let at = known.iter().position(|name| name.as_ptr() == key).or_else(|| {
+            // A loaded file has keys that are equal but not the same object.
+            // SAFETY: the key is a live str.
+            let equal = |name: &&CStr| unsafe { c::PyUnicode_CompareWithASCIIString(key, name.as_ptr()) == 0 };
+            // SAFETY: the key is live.
+            let text = unsafe { c::PyUnicode_Check(key) != 0 };
+            text.then(|| KEYS.iter().position(equal)).flatten()
+        });
+        if let Some(at) = at {
+            values[at] = Some(value as u64);
         }
     }
-    // Keys that are equal but not the same object, as a loaded file has them.
-    for (value, name) in values.iter_mut().zip(names) {
-        if value.is_none() {
-            *value = state.get_item(name)?;
-        }
-    }
-    Ok(values)
+    values
+}
+
+/// As `borrowed_entries`, held.
+pub fn state_entries<'py>(state: &Bound<'py, PyDict>) -> [Option<Bound<'py, PyAny>>; 3] {
+    // SAFETY: the dict holds the entry, and nothing has run since it was read.
+    let held = |object| unsafe { Bound::from_borrowed_ptr(state.py(), object as *mut c::PyObject) };
+    borrowed_entries(state).map(|entry| entry.map(held))
 }
 
 /// Entries of a dict that a walk steps over before it asks the dict.
@@ -646,31 +715,39 @@ impl<'py> StateWalk<'py> {
         StateWalk { state, position: 0, last: None }
     }
 
-    /// The entry of `param`, or `None`.
-    pub fn get(&mut self, param: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let py = param.py();
+    /// The entry of the parameter at this address if it is among the next ones; no code of Python's runs.
+    pub fn step(&mut self, param: u64) -> Option<Bound<'py, PyAny>> {
+        let py = self.state.py();
         if let Some((key, value)) = &self.last
-            && *key == param.as_ptr() as u64
+            && *key == param
         {
-            return Ok(Some(value.clone()));
+            return Some(value.clone());
         }
         let mut position = self.position;
         let (mut key, mut value): (*mut c::PyObject, *mut c::PyObject) = (ptr::null_mut(), ptr::null_mut());
-        // Entries that nobody asked for are stepped over: those of parameters without a gradient.
+        // Entries that nobody asked for are stepped over.
         for _ in 0..STEPPED_OVER {
             // SAFETY: the dict is live; key and value are borrowed and used before anything else can run.
             let found: c_int = unsafe { c::PyDict_Next(self.state.as_ptr(), &mut position, &mut key, &mut value) };
             if found == 0 {
                 break;
             }
-            if key == param.as_ptr() {
+            if key as u64 == param {
                 self.position = position;
                 // SAFETY: the dict holds the value, and nothing has run since.
                 let value = unsafe { Bound::from_borrowed_ptr(py, value) };
-                self.last = Some((key as u64, value.clone()));
-                return Ok(Some(value));
+                self.last = Some((param, value.clone()));
+                return Some(value);
             }
         }
-        self.state.get_item(param)
+        None
+    }
+
+    /// The entry of `param`, or `None`.
+    pub fn get(&mut self, param: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self.step(param.as_ptr() as u64) {
+            Some(value) => Ok(Some(value)),
+            None => self.state.get_item(param),
+        }
     }
 }

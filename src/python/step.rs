@@ -5,10 +5,11 @@
 use pyo3::exceptions::{PyKeyError, PyRuntimeError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyType};
 
 use crate::options::Header;
 use crate::plan::GroupPlan;
+use crate::python::again::Buffers;
 use crate::python::device::{
     Readiness, Scratch, VariantNames, launch, parameter_bytes, readiness, scratch, variant_names,
 };
@@ -27,7 +28,7 @@ const SPARE_KINDS: usize = 64;
 struct GroupRecord {
     plan: GroupPlan,
     trails: Trails,
-    grad_kinds: Vec<u32>,
+    buffers: Buffers,
     tier: &'static str,
     reason: String,
     steps: u64,
@@ -40,6 +41,8 @@ struct GroupRecord {
 pub struct Plan {
     groups: Vec<GroupRecord>,
     kinds: Kinds,
+    /// Classes of its tensors, and where their objects point at their local tensors.
+    classes: Vec<(Py<PyType>, Option<u64>)>,
     /// What the last step's optimizer was told.
     switches: Option<Switches>,
 }
@@ -80,6 +83,7 @@ impl Plan {
         let scales = optimizer.getattr(intern!(py, "_scales"))?.cast_into::<PyDict>()?;
         let mut scales = StateWalk::new(scales);
         let (mut reader, mut walk, mut aftermath) = (Reader::new(py)?, StateWalk::new(state), Aftermath::default());
+        reader.look_again(&self.classes)?;
         self.groups.truncate(groups.len());
         self.groups.resize_with(groups.len(), GroupRecord::default);
         let noted: usize = self.groups.iter().map(|record| record.trails.tensors()).sum();
@@ -116,7 +120,7 @@ impl Plan {
                 aftermath: &mut aftermath,
                 trails: &mut record.trails,
                 kinds: &mut self.kinds,
-                grad_kinds: &mut record.grad_kinds,
+                buffers: &mut record.buffers,
                 switches: &switches,
                 release: &release,
                 group: index,
@@ -127,12 +131,13 @@ impl Plan {
                     (record.tier, record.reason) = ("stock", reason.to_owned());
                     lower.push((index, "stock"));
                 }
-                Outcome::Works(works) => {
+                Outcome::Works => {
+                    let works = &record.buffers.works;
                     // Lists alone do for the simple options. Stock orders counters and flags of capturable groups among
                     // themselves, and scales and quantizes after its kernels.
                     let simple = !switches.capturable && switches.in_place() && aftermath.quantized() == quantized;
                     let device = works.iter().flatten().next().map_or(Device::Cpu, |work| work.signature.device);
-                    record.plan.update(&works, parameter_bytes(device));
+                    record.plan.update(works, parameter_bytes(device));
                     (record.tier, record.reason) = ("native", String::new());
                     let simple = simple && record.plan.buckets().iter().all(|bucket| !bucket.variant.is_scaled());
                     let below = if simple { "replay" } else { "stock" };
@@ -194,6 +199,7 @@ impl Plan {
             }
             record.steps += 1;
         }
+        self.classes = reader.classes();
         aftermath.finish(py)?;
         Ok(None)
     }

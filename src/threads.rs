@@ -1,0 +1,84 @@
+//! Threads of this process: those of the CPU kernels and casts, and those that read tensors along with the thread that
+//! steps. Invariant: they are this process's own. A fork takes none along, and work handed to threads that are gone would
+//! never end, so a child gets threads of its own at first use.
+
+use std::sync::{Mutex, PoisonError};
+use std::thread::available_parallelism;
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+/// Threads for one purpose.
+pub struct Pool {
+    /// How many; 0 for rayon's choice, `None` for none.
+    threads: fn() -> Option<usize>,
+    /// The pool, and the process that made it.
+    known: Mutex<Option<(u32, &'static ThreadPool)>>,
+}
+
+/// Run kernels and casts: as many as the machine has cores, or `RAYON_NUM_THREADS`.
+pub static KERNELS: Pool = Pool::new(|| Some(0));
+/// Read tensors: up to five, on at most half of the cores that the process may use.
+pub static READERS: Pool = Pool::new(|| {
+    let half = available_parallelism().map_or(0, |cores| cores.get() / 2);
+    (half > 0).then_some(half.min(5))
+});
+
+impl Pool {
+    const fn new(threads: fn() -> Option<usize>) -> Pool {
+        Pool { threads, known: Mutex::new(None) }
+    }
+
+    /// Runs `work`, whose parallel iterators use the pool.
+    pub fn install<R: Send>(&'static self, work: impl FnOnce() -> R + Send) -> R {
+        match self.pool() {
+            Some(pool) => pool.install(work),
+            // No thread could be started: rayon's own pool then runs on the calling one.
+            None => work(),
+        }
+    }
+
+    /// Has every thread run `work` as soon as it can; does not wait for them.
+    pub fn call(&'static self, work: impl Fn() + Send + Sync + 'static) {
+        if let Some(pool) = self.pool() {
+            pool.spawn_broadcast(move |_| work());
+        }
+    }
+
+    fn pool(&'static self) -> Option<&'static ThreadPool> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = std::process::id();
+        match *known {
+            Some((maker, pool)) if maker == process => Some(pool),
+            _ => {
+                let builder = ThreadPoolBuilder::new().num_threads((self.threads)()?);
+                // Never dropped: to drop a parent's pool would be to wait for its threads.
+                let pool: &'static ThreadPool = Box::leak(Box::new(builder.build().ok()?));
+                *known = Some((process, pool));
+                Some(pool)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn one_process_has_one_pool() {
+        let first = KERNELS.pool().expect("threads");
+        assert!(std::ptr::eq(first, KERNELS.pool().expect("threads")));
+        assert_eq!(KERNELS.install(rayon::current_num_threads), first.current_num_threads());
+    }
+
+    #[test]
+    fn every_thread_is_called() {
+        let (sender, receiver) = mpsc::channel();
+        READERS.call(move || sender.send(rayon::current_thread_index()).expect("somebody listens"));
+        let mut threads: Vec<_> = receiver.iter().collect();
+        threads.sort_unstable();
+        let expected = (READERS.threads)().unwrap_or(0);
+        assert_eq!(threads, (0..expected).map(Some).collect::<Vec<_>>());
+    }
+}
