@@ -51,7 +51,8 @@ class Plan:
         """
 
     def report(self) -> list[dict[str, Any]]:
-        """Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made."""
+        """Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made,
+        parameters that the last step found as they were."""
 
 @final
 class Load:

@@ -6,12 +6,12 @@ use rayon::prelude::*;
 use crate::cpu::arithmetic::BLOCK;
 use crate::cpu::kernels::{load, store};
 use crate::cpu::scaling::{self, Found};
-use crate::threads::KERNELS;
 use crate::loader::Copy;
 use crate::plan::column::Role;
 use crate::plan::operands::Scaled;
 use crate::plan::table::CHUNK;
 use crate::tensor::Dtype;
+use crate::threads::KERNELS;
 
 /// Makes copies, one tensor after the other.
 ///

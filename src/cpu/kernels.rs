@@ -8,12 +8,12 @@ use rayon::prelude::*;
 use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainder, split_remainder};
 use crate::cpu::fp8::{narrow_e4m3, narrow_e5m2, widen_e4m3};
 use crate::cpu::scaling::{self, Factors, Found};
-use crate::threads::KERNELS;
 use crate::options::{Header, Live, Scalars};
 use crate::plan::column::{Master, Role, Variant};
 use crate::plan::operands::{Addresses, Scaled};
 use crate::plan::table::{CHUNK, Table};
 use crate::tensor::Dtype;
+use crate::threads::KERNELS;
 
 /// fp32 gradient, value, moments and unused master of one block.
 struct Scratch([Box<[f32; BLOCK]>; 5]);

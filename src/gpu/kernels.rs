@@ -193,25 +193,28 @@ impl Kernels {
         self.proofs.iter()
     }
 
-    /// Runs one table; returns the number of launches. `header.found` is the address of `FOUND_BYTES` per tensor if the
-    /// variant takes two passes.
+    /// Runs one pass over a table: the one that finds the largest magnitudes of states that are scaled, and changes nothing
+    /// but the `FOUND_BYTES` per tensor at `header.found`, or the one that updates.
     ///
     /// # Safety
     /// Every tensor with a gradient has `numel` elements of the variant's types at its addresses, valid on `stream`.
-    pub unsafe fn launch(&mut self, variant: Variant, table: &Table, header: &Header, stream: Stream) -> Result<u64> {
+    pub unsafe fn launch(
+        &mut self,
+        variant: Variant,
+        table: &Table,
+        header: &Header,
+        absmax: bool,
+        stream: Stream,
+    ) -> Result<()> {
         let (loaded, bytes) = self.function(variant, table)?;
+        let Some(function) = (if absmax { loaded.absmax } else { Some(loaded.write) }) else { return Ok(()) };
         table.write_parameter(header, capacity(bytes, variant.operands()), &mut self.parameter);
-        let launch = |function| {
-            // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
-            unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
-        };
-        if let Some(absmax) = loaded.absmax {
+        if absmax {
             // SAFETY: the caller's promise.
             unsafe { self.gpu.clear(header.found, FOUND_BYTES * table.len(), stream) }?;
-            launch(absmax)?;
         }
-        launch(loaded.write)?;
-        Ok(1 + u64::from(loaded.absmax.is_some()))
+        // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
+        unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
     }
 
     /// Compiles and loads what a cast takes, so that no launch of it can fail for want of it.

@@ -60,18 +60,33 @@ impl GroupPlan {
         if works.len() != self.slots.len() || !works.iter().zip(&self.slots).all(|(work, slot)| self.fits(work, slot)) {
             self.build(works, parameter_bytes);
         }
-        for (work, slot) in works.iter().zip(&self.slots) {
-            let Some(slot) = slot else { continue };
-            let bucket = &mut self.buckets[slot.bucket as usize];
-            let table = &mut bucket.tables[slot.table as usize];
-            match work {
-                None => table.set_addresses(slot.index as usize, &[0; MAX_OPERANDS]),
-                // The master comes last, so that variants without one read what is before it.
-                Some(Work { tensors, scaling: None, .. }) => table.set_addresses(slot.index as usize, tensors),
-                Some(Work { tensors, scaling: Some(scaling), .. }) => {
-                    let addresses = Addresses { tensors: *tensors, scaling: **scaling };
-                    table.set_addresses(slot.index as usize, &addresses.pack(&bucket.variant));
-                }
+        for (index, work) in works.iter().enumerate() {
+            self.set(index, work);
+        }
+    }
+
+    /// Takes one parameter's work ahead of the others, if it is of the kind planned for; says whether it is, and which
+    /// bucket and table have its place.
+    pub fn take(&mut self, index: usize, work: &Option<Work>) -> Option<Option<(usize, usize)>> {
+        let slot = *self.slots.get(index)?;
+        self.fits(work, &slot).then(|| {
+            self.set(index, work);
+            slot.map(|slot| (slot.bucket as usize, slot.table as usize))
+        })
+    }
+
+    /// Writes a parameter's addresses into its place.
+    fn set(&mut self, index: usize, work: &Option<Work>) {
+        let Some(slot) = self.slots[index] else { return };
+        let bucket = &mut self.buckets[slot.bucket as usize];
+        let table = &mut bucket.tables[slot.table as usize];
+        match work {
+            None => table.set_addresses(slot.index as usize, &[0; MAX_OPERANDS]),
+            // The master comes last, so that variants without one read what is before it.
+            Some(Work { tensors, scaling: None, .. }) => table.set_addresses(slot.index as usize, tensors),
+            Some(Work { tensors, scaling: Some(scaling), .. }) => {
+                let addresses = Addresses { tensors: *tensors, scaling: **scaling };
+                table.set_addresses(slot.index as usize, &addresses.pack(&bucket.variant));
             }
         }
     }

@@ -22,6 +22,8 @@ pub struct Buffers {
     pub works: Vec<Option<Work>>,
     /// Per parameter whether nothing is left to read.
     pub done: Vec<bool>,
+    /// How many parameters were as they were.
+    pub recalled: usize,
     rows: Memory,
 }
 
@@ -32,6 +34,7 @@ impl Buffers {
         self.works.resize(params, None);
         self.done.clear();
         self.done.resize(params, false);
+        self.recalled = 0;
     }
 }
 
@@ -66,6 +69,7 @@ impl<'py> GroupReader<'_, 'py> {
                 _ => continue,
             };
             self.buffers.done[index] = true;
+            self.buffers.recalled += 1;
         }
         Ok(())
     }

@@ -54,57 +54,96 @@ pub fn readiness(plan: &GroupPlan) -> Readiness {
     if unproven.is_empty() { Readiness::Ready } else { Readiness::Unproven(unproven) }
 }
 
-/// Memory of the device that the launches of a bucket need for themselves.
-pub struct Scratch<'py> {
-    _tensor: Option<Bound<'py, PyAny>>,
+/// A bucket's launches in one step: the memory that they need for themselves, and how far they have come.
+pub struct Run<'py> {
+    _scratch: Option<Bound<'py, PyAny>>,
     address: u64,
+    /// Tables whose largest magnitudes are being found.
+    begun: Vec<bool>,
+    launches: u64,
 }
 
-/// Takes that memory from torch's allocator, on the current stream: what is freed there is reused in its order.
-pub fn scratch<'py>(reader: &Reader<'py>, py: Python<'py>, bucket: &Bucket) -> PyResult<Scratch<'py>> {
-    let Device::Cuda(_) = bucket.device else { return Ok(Scratch { _tensor: None, address: 0 }) };
-    if !bucket.variant.two_passes() {
-        return Ok(Scratch { _tensor: None, address: 0 });
+impl<'py> Run<'py> {
+    /// Takes that memory from torch's allocator, on the current stream: what is freed there is reused in its order.
+    pub fn new(reader: &Reader<'py>, py: Python<'py>, bucket: &Bucket) -> PyResult<Run<'py>> {
+        let mut run = Run { _scratch: None, address: 0, begun: vec![false; bucket.tables.len()], launches: 0 };
+        if two_passes(bucket) {
+            let bytes: usize = bucket.tables.iter().map(|table| FOUND_BYTES * table.len()).sum();
+            let torch = py.import("torch")?;
+            let arguments = PyDict::new(py);
+            arguments.set_item("dtype", torch.getattr("uint8")?)?;
+            arguments.set_item("device", bucket.device.to_string())?;
+            let tensor = torch.call_method("empty", (bytes,), Some(&arguments))?;
+            run.address = reader.view(&tensor)?.address;
+            run._scratch = Some(tensor);
+        }
+        Ok(run)
     }
-    let bytes: usize = bucket.tables.iter().map(|table| FOUND_BYTES * table.len()).sum();
-    let torch = py.import("torch")?;
-    let arguments = PyDict::new(py);
-    arguments.set_item("dtype", torch.getattr("uint8")?)?;
-    arguments.set_item("device", bucket.device.to_string())?;
-    let tensor = torch.call_method("empty", (bytes,), Some(&arguments))?;
-    let address = reader.view(&tensor)?.address;
-    Ok(Scratch { _tensor: Some(tensor), address })
-}
 
-/// Launches a bucket; returns the number of launches.
-///
-/// # Safety
-/// The addresses in the bucket's tables must be those of live tensors, read by the reader since Python last ran.
-pub unsafe fn launch(py: Python<'_>, bucket: &Bucket, header: &Header, scratch: &Scratch<'_>) -> PyResult<u64> {
-    let mut launches = 0;
-    let mut header = Header { found: scratch.address, ..*header };
-    for table in &bucket.tables {
-        if table.has_work() {
+    /// Finds the largest magnitudes of a table's states, if the bucket's kernel needs them. Nothing of the optimizer
+    /// changes.
+    ///
+    /// # Safety
+    /// The addresses in the table must be those of live tensors.
+    pub unsafe fn begin(&mut self, py: Python<'_>, bucket: &Bucket, table: usize, header: &Header) -> PyResult<()> {
+        let Device::Cuda(device) = bucket.device else { return Ok(()) };
+        if !two_passes(bucket) || self.begun[table] || !bucket.tables[table].has_work() {
+            return Ok(());
+        }
+        self.begun[table] = true;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(py, device, bucket, table, header, true) }
+    }
+
+    /// Updates the bucket's tensors; returns the number of launches.
+    ///
+    /// # Safety
+    /// The addresses in the bucket's tables must be those of live tensors, read by the reader in this step.
+    pub unsafe fn finish(mut self, py: Python<'_>, bucket: &Bucket, header: &Header) -> PyResult<u64> {
+        for (index, table) in bucket.tables.iter().enumerate().filter(|(_, table)| table.has_work()) {
             match bucket.device {
                 Device::Cuda(device) => {
-                    let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
-                    launches += with_kernels(device, |kernels| {
-                        // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this
-                        // stream.
-                        unsafe { kernels.launch(bucket.variant, table, &header, stream) }
-                    })?;
+                    // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this stream.
+                    unsafe {
+                        self.begin(py, bucket, index, header)?;
+                        self.launch(py, device, bucket, index, header, false)?;
+                    }
                 }
                 Device::Cpu | Device::Other => {
                     // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace
                     // a tensor meanwhile.
-                    unsafe { cpu::kernels::adam(table, bucket.variant, &header) };
-                    launches += 1;
+                    unsafe { cpu::kernels::adam(table, bucket.variant, header) };
+                    self.launches += 1;
                 }
             }
         }
-        header.found += (FOUND_BYTES * table.len()) as u64;
+        Ok(self.launches)
     }
-    Ok(launches)
+
+    /// SAFETY, of calls: as for `begin`.
+    unsafe fn launch(
+        &mut self,
+        py: Python<'_>,
+        device: u16,
+        bucket: &Bucket,
+        table: usize,
+        header: &Header,
+        absmax: bool,
+    ) -> PyResult<()> {
+        let before: usize = bucket.tables[..table].iter().map(|table| FOUND_BYTES * table.len()).sum();
+        let header = Header { found: self.address + before as u64, ..*header };
+        let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
+        with_kernels(device, |kernels| {
+            // SAFETY: the caller's promise.
+            unsafe { kernels.launch(bucket.variant, &bucket.tables[table], &header, absmax, stream) }
+        })?;
+        self.launches += 1;
+        Ok(())
+    }
+}
+
+fn two_passes(bucket: &Bucket) -> bool {
+    matches!(bucket.device, Device::Cuda(_)) && bucket.variant.two_passes()
 }
 
 /// A variant as Python sees it: (gradient, parameter, exp_avg, exp_avg_sq, master, mode).

@@ -10,7 +10,7 @@ use crate::options::{Header, Live, Options, Scalars};
 use crate::plan::GroupPlan;
 use crate::plan::column::{Column, Master, Verdict, Work};
 use crate::plan::operands::Scaling;
-use crate::python::device::{launch, master_from, parameter_bytes, scratch};
+use crate::python::device::{Run, master_from, parameter_bytes};
 use crate::python::faults::{Place, raise, role};
 use crate::python::reader::Reader;
 use crate::tensor::{Device, Dtype};
@@ -158,7 +158,7 @@ fn run<'py>(
     plan.update(&works, parameter_bytes(device));
     for bucket in plan.buckets() {
         // SAFETY: the addresses were read in this call, from tensors that the lists hold.
-        unsafe { launch(py, bucket, header, &scratch(reader, py, bucket)?) }?;
+        unsafe { Run::new(reader, py, bucket)?.finish(py, bucket, header) }?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 mod again;
 mod build;
 mod device;
+mod early;
 mod faults;
 mod group;
 mod lists;

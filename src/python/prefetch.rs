@@ -243,7 +243,6 @@ impl RecordAt {
         // SAFETY: the tensor is live.
         unsafe { storage(self.record(object)) }
     }
-
 }
 
 /// Where a record points at its tensor's storage.

@@ -10,9 +10,8 @@ use pyo3::types::{PyDict, PyType};
 use crate::options::Header;
 use crate::plan::GroupPlan;
 use crate::python::again::Buffers;
-use crate::python::device::{
-    Readiness, Scratch, VariantNames, launch, parameter_bytes, readiness, scratch, variant_names,
-};
+use crate::python::device::{Readiness, Run, VariantNames, parameter_bytes, readiness, variant_names};
+use crate::python::early::Early;
 use crate::python::group::{Aftermath, GroupReader, Outcome, Release};
 use crate::python::options::{LiveTensors, Switches, advance, read_live, read_options};
 use crate::python::prefetch::Trails;
@@ -93,7 +92,7 @@ impl Plan {
             self.switches = Some(switches.clone());
         }
 
-        let mut ready: Vec<(usize, Bound<'py, PyDict>, Header, Vec<Scratch<'py>>)> = Vec::with_capacity(groups.len());
+        let mut ready: Vec<(usize, Bound<'py, PyDict>, Header, Vec<Run<'py>>)> = Vec::with_capacity(groups.len());
         let (mut uncounted, mut moved) = (Vec::new(), Vec::new());
         let (mut uninitialised, mut unproven, mut lower) = (Vec::new(), Vec::new(), Vec::new());
         for (index, group) in groups.iter().enumerate() {
@@ -113,6 +112,10 @@ impl Plan {
             }
             let options = read_options(group, &switches)?;
             let quantized = aftermath.quantized();
+            let early = match &live {
+                None if mode != "te" => Early::new(py, &reader, &record.plan, &Header::new(&options))?,
+                _ => None,
+            };
             let mut group_reader = GroupReader {
                 reader: &mut reader,
                 walk: &mut walk,
@@ -121,11 +124,15 @@ impl Plan {
                 trails: &mut record.trails,
                 kinds: &mut self.kinds,
                 buffers: &mut record.buffers,
+                plan: &mut record.plan,
+                early,
                 switches: &switches,
                 release: &release,
                 group: index,
             };
-            match group_reader.read(&params)? {
+            let outcome = group_reader.read(&params)?;
+            let early = group_reader.early.take();
+            match outcome {
                 Outcome::Uninitialised(params) => uninitialised.extend(params),
                 Outcome::Unserved(reason) => {
                     (record.tier, record.reason) = ("stock", reason.to_owned());
@@ -137,7 +144,9 @@ impl Plan {
                     // themselves, and scales and quantizes after its kernels.
                     let simple = !switches.capturable && switches.in_place() && aftermath.quantized() == quantized;
                     let device = works.iter().flatten().next().map_or(Device::Cpu, |work| work.signature.device);
+                    let plans = record.plan.built();
                     record.plan.update(works, parameter_bytes(device));
+                    let early = early.filter(|_| record.plan.built() == plans);
                     (record.tier, record.reason) = ("native", String::new());
                     let simple = simple && record.plan.buckets().iter().all(|bucket| !bucket.variant.is_scaled());
                     let below = if simple { "replay" } else { "stock" };
@@ -155,9 +164,11 @@ impl Plan {
                                 }
                             };
                             let buckets = record.plan.buckets().iter();
-                            let scratches =
-                                buckets.map(|bucket| scratch(&reader, py, bucket)).collect::<PyResult<_>>()?;
-                            ready.push((index, group.clone(), header, scratches));
+                            let runs = match early {
+                                Some(early) => early.runs(),
+                                None => buckets.map(|bucket| Run::new(&reader, py, bucket)).collect::<PyResult<_>>()?,
+                            };
+                            ready.push((index, group.clone(), header, runs));
                         }
                         Readiness::Unproven(variants) => unproven.extend(variants),
                         Readiness::Unusable(reason) if mode == "native" => {
@@ -191,11 +202,11 @@ impl Plan {
                 advance(group)?;
             }
         }
-        for (index, _, header, scratches) in &ready {
-            let record = &mut self.groups[*index];
-            for (bucket, scratch) in record.plan.buckets().iter().zip(scratches) {
+        for (index, _, header, runs) in ready {
+            let record = &mut self.groups[index];
+            for (bucket, run) in record.plan.buckets().iter().zip(runs) {
                 // SAFETY: the addresses were read in this call; since then only counters were written.
-                record.launches += unsafe { launch(py, bucket, header, scratch) }?;
+                record.launches += unsafe { run.finish(py, bucket, &header) }?;
             }
             record.steps += 1;
         }
@@ -204,7 +215,8 @@ impl Plan {
         Ok(None)
     }
 
-    /// Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made.
+    /// Per group: index, tier, reason, kernels, tensors, elements, steps taken natively, launches, plans made,
+    /// parameters that the last step found as they were.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let row = |(index, record): (usize, &GroupRecord)| {
             let row = PyDict::new(py);
@@ -220,6 +232,7 @@ impl Plan {
             row.set_item("steps", record.steps)?;
             row.set_item("launches", record.launches)?;
             row.set_item("plans", record.plan.built())?;
+            row.set_item("recalled", record.buffers.recalled)?;
             Ok(row)
         };
         self.groups.iter().enumerate().map(row).collect()

@@ -1,0 +1,122 @@
+"""Groups of so many parameters that several threads read them, and tensors that change between steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import te_patches
+import torch
+from options import Combination
+from te_patches import _releases
+from twin import Twin, assert_same, bits
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+RELEASE = _releases.probe(_releases.import_fused_adam())
+COUNT = 300
+SHAPES = [((3 + at % 5, 4), at % 3) for at in range(COUNT)]
+# Without bias correction the gradients are torch's own, which threads find by themselves.
+COMBINATIONS = [
+    Combination(BF16, BF16, "remainder", FP32, bias_correction=False),
+    Combination(BF16, BF16, "float32", BF16),
+    Combination(FP32, FP32, "none", FP32, bias_correction=False, sharded=True),
+    Combination(BF16, BF16, "remainder", BF16, sharded=True),
+    Combination(BF16, BF16, "float32", FP16, bias_correction=False),
+]
+
+
+def change(twin: Twin, chosen: list[int]) -> None:
+    """Other objects, other memory and other keys with the same values in the chosen parameters' states."""
+    for at in chosen:
+        for optimizer, params in zip(twin.optimizers, twin.params, strict=True):
+            state = optimizer.state[params[at]]
+            if at % 3 == 0:
+                state |= {name: value.clone() for name, value in state.items()}
+            elif at % 3 == 1:
+                # As a loaded file has them: keys that are equal and not the same object.
+                optimizer.state[params[at]] = {"".join(list(name)): value for name, value in state.items()}
+            else:
+                # A dict, which moves what a Python object has beside its words.
+                params[at].note = at
+
+
+def run_many(combination: Combination, shard) -> None:
+    te_patches.apply(kernels="native")
+    sharded = combination.sharded
+    twin = Twin(combination, shapes=SHAPES, groups=1, wrap=shard if sharded else lambda tensor: tensor)
+    choice = random.Random(3)
+    for step in range(6):
+        missing = set(choice.sample(range(COUNT), 0 if step < 2 else 30))
+        twin.fill_gradients(lambda at, missing=missing: at not in missing)
+        twin.step()
+        recalled = te_patches.report(twin.mine)["groups"][0]["recalled"]
+        # Two steps make states and see them; gradients that come back are of a kind that was noted.
+        if combination.exp_avg != FP8:
+            assert recalled >= (COUNT - 80 if step > 1 else 0), "parameters that are as they were are read in full"
+        change(twin, choice.sample(range(COUNT), 25))
+    fault(twin)
+
+
+def fault(twin: Twin) -> None:
+    """One state among many that is refused leaves all as it was, and the step after it is right."""
+    twin.fill_gradients()
+    state = twin.mine.state[twin.params[0][COUNT - 2]]
+    before = [bits(p).clone() for p in twin.params[0]]
+    moments = [bits(s).clone() for s in twin.states(0, "exp_avg")]
+    name = "master_param" if hasattr(state["exp_avg"], "_quantizer") else "exp_avg"
+    whole = state[name]
+    state[name] = twin.wrap(torch.zeros(5, dtype=whole.dtype, device=whole.device))
+    with pytest.raises(RuntimeError, match=rf"parameter {COUNT - 2} of group 0"):
+        twin.mine.step()
+    state[name] = whole
+    assert_same([bits(p) for p in twin.params[0]], before, "parameter")
+    assert_same([bits(s) for s in twin.states(0, "exp_avg")], moments, "exp_avg")
+    twin.step()
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_cpu_many_parameters_that_change(combination, shard):
+    run_many(combination, shard)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combination", [*COMBINATIONS, Combination(BF16, BF16, "float32", FP8)], ids=str)
+def test_gpu_many_parameters_that_change(combination, shard):
+    run_many(combination, shard)
+
+
+class Own(torch.nn.Parameter):
+    """A parameter whose gradient is its own affair."""
+
+    @property
+    def grad(self):
+        return self.mine
+
+    @grad.setter
+    def grad(self, value):
+        self.mine = value
+
+
+@pytest.mark.parametrize("kind", ["class", "instance"])
+def test_gradients_of_classes_that_have_their_own(kind, monkeypatch):
+    """What a class says of its gradients is asked at every step."""
+    te_patches.apply(kernels="native")
+    twin = Twin(COMBINATIONS[0], shapes=SHAPES, groups=1)
+    for _ in range(3):
+        twin.fill_gradients()
+        twin.step()
+    gradients = [param.grad for param in twin.params[0]]
+    for param in twin.params[0]:
+        param.mine, param.grad = param.grad, None
+    if kind == "class":
+        monkeypatch.setattr(torch.nn.Parameter, "grad", Own.grad, raising=False)
+    else:
+        for param in twin.params[0]:
+            param.__class__ = Own
+    twin.mine.step()
+    monkeypatch.undo()
+    twin.stock_step(twin.stock, None, None)
+    for param, grad in zip(twin.params[0], gradients, strict=True):
+        param.__class__ = torch.nn.Parameter
+        param.grad = grad
+    twin.compare()
