@@ -561,7 +561,7 @@ impl<'py> Reader<'py> {
     pub fn fp8(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Fp8<'py>>> {
         let py = self.py;
         let classes = self.quantized_classes()?;
-        if !tensor.is_instance(&classes.fp8)? {
+        if !is_of(tensor, &classes.fp8)? {
             return Ok(None);
         }
         let quantizer = tensor.getattr(intern!(py, "_quantizer"))?;
@@ -569,7 +569,7 @@ impl<'py> Reader<'py> {
             return Err(PyRuntimeError::new_err("FP8 quantizer data is not initialized."));
         }
         let dtype = classes.dtype(tensor.getattr(intern!(py, "_fp8_dtype"))?)?;
-        let delayed = quantizer.is_instance(&classes.delayed)?;
+        let delayed = is_of(&quantizer, &classes.delayed)?;
         if !delayed && !quantizer.hasattr(intern!(py, "scale"))? {
             return Ok(None);
         }
@@ -643,6 +643,11 @@ impl<'py> Reader<'py> {
         }
         Ok(())
     }
+}
+
+/// Whether an object is an instance of a class, which most are of the class itself.
+fn is_of(object: &Bound<'_, PyAny>, class: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(object.get_type().is(class) || object.is_instance(class)?)
 }
 
 /// How many references to an object there are.
