@@ -48,8 +48,8 @@ def report(optimizer: Any = None) -> Report:
     Keys: applied (bool), kernels ("auto", "native", "te"), te and torch (versions), patches (target, state, why),
     proofs (kernel, device, equal, reason). With an optimizer also groups: index, tier ("native", "replay", "stock"; ""
     before the first step), reason, kernels, tensors, elements, steps (taken natively), launches, plans (made), recalled
-    (parameters that the last step found as they were, and so read by their words alone); reached (whether its step is the
-    patched one) and remedy (what to do if not); and load: None, or of the last `load_state_dict` the states loaded,
+    (parameters that the last step found as they were, and so read by their words alone); reached (whether its step is
+    the patched one) and remedy (what to do if not); and load: None, or of the last `load_state_dict` the states loaded,
     in_place, fresh (into new buffers) and same (were their own source).
     """
     import torch

@@ -50,7 +50,8 @@ impl<'py> GroupReader<'_, 'py> {
         let mut sweep = Sweep::new(sight, count, &mut self.buffers.rows);
         for (index, param) in borrowed_items(params).enumerate().take(count) {
             self.trails.prefetch_dicts(index + 2 * AHEAD);
-            let grad = given.as_ref().map(|grads| grads[index].as_ref().map_or(0, |grad| grad.as_ptr() as u64));
+            let address = |grad: &Bound<'py, PyAny>| grad.as_ptr() as u64;
+            let grad = given.as_ref().map(|grads| grads.get(index).and_then(Option::as_ref).map_or(0, address));
             if grad == Some(0) {
                 self.buffers.done[index] = self.state(param).is_some();
                 continue;
