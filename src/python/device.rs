@@ -10,6 +10,7 @@ use crate::gpu::kernels::{FOUND_BYTES, Proof};
 use crate::gpu::registry::{registry, with_kernels};
 use crate::options::Header;
 use crate::plan::column::{Master, Variant};
+use crate::plan::table::Table;
 use crate::plan::{Bucket, GroupPlan};
 use crate::python::reader::{Reader, Torch};
 use crate::tensor::{Device, Dtype};
@@ -58,15 +59,15 @@ pub fn readiness(plan: &GroupPlan) -> Readiness {
 pub struct Run<'py> {
     _scratch: Option<Bound<'py, PyAny>>,
     address: u64,
-    /// Tables whose largest magnitudes are being found.
-    begun: Vec<bool>,
+    /// Of how many of each table's tensors the largest magnitudes are being found.
+    begun: Vec<usize>,
     launches: u64,
 }
 
 impl<'py> Run<'py> {
     /// Takes that memory from torch's allocator, on the current stream: what is freed there is reused in its order.
     pub fn new(reader: &Reader<'py>, py: Python<'py>, bucket: &Bucket) -> PyResult<Run<'py>> {
-        let mut run = Run { _scratch: None, address: 0, begun: vec![false; bucket.tables.len()], launches: 0 };
+        let mut run = Run { _scratch: None, address: 0, begun: vec![0; bucket.tables.len()], launches: 0 };
         if two_passes(bucket) {
             let bytes: usize = bucket.tables.iter().map(|table| FOUND_BYTES * table.len()).sum();
             let torch = py.import("torch")?;
@@ -80,19 +81,31 @@ impl<'py> Run<'py> {
         Ok(run)
     }
 
-    /// Finds the largest magnitudes of a table's states, if the bucket's kernel needs them. Nothing of the optimizer
-    /// changes.
+    /// Finds the largest magnitudes of the states of a table's tensors up to one, if the bucket's kernel needs them.
+    /// Nothing of the optimizer changes.
     ///
     /// # Safety
-    /// The addresses in the table must be those of live tensors.
-    pub unsafe fn begin(&mut self, py: Python<'_>, bucket: &Bucket, table: usize, header: &Header) -> PyResult<()> {
-        let Device::Cuda(device) = bucket.device else { return Ok(()) };
-        if !two_passes(bucket) || self.begun[table] || !bucket.tables[table].has_work() {
+    /// The addresses of those tensors must be those of live tensors.
+    pub unsafe fn begin(
+        &mut self,
+        py: Python<'_>,
+        bucket: &Bucket,
+        table: usize,
+        end: usize,
+        header: &Header,
+    ) -> PyResult<()> {
+        let begun = std::mem::replace(&mut self.begun[table], end);
+        if !two_passes(bucket) || begun >= end {
             return Ok(());
         }
-        self.begun[table] = true;
+        let part = bucket.tables[table].part(begun..end);
+        if !part.has_work() {
+            return Ok(());
+        }
+        let before = bucket.tables[..table].iter().map(Table::len).sum::<usize>() + begun;
+        let header = Header { found: self.address + (FOUND_BYTES * before) as u64, ..*header };
         // SAFETY: the caller's promise.
-        unsafe { self.launch(py, device, bucket, table, header, true) }
+        unsafe { self.launch(py, bucket, &part, &header, true) }
     }
 
     /// Updates the bucket's tensors; returns the number of launches.
@@ -100,22 +113,16 @@ impl<'py> Run<'py> {
     /// # Safety
     /// The addresses in the bucket's tables must be those of live tensors, read by the reader in this step.
     pub unsafe fn finish(mut self, py: Python<'_>, bucket: &Bucket, header: &Header) -> PyResult<u64> {
-        for (index, table) in bucket.tables.iter().enumerate().filter(|(_, table)| table.has_work()) {
-            match bucket.device {
-                Device::Cuda(device) => {
-                    // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this stream.
-                    unsafe {
-                        self.begin(py, bucket, index, header)?;
-                        self.launch(py, device, bucket, index, header, false)?;
-                    }
-                }
-                Device::Cpu | Device::Other => {
-                    // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace
-                    // a tensor meanwhile.
-                    unsafe { cpu::kernels::adam(table, bucket.variant, header) };
-                    self.launches += 1;
+        let mut header = Header { found: self.address, ..*header };
+        for (index, table) in bucket.tables.iter().enumerate() {
+            if table.has_work() {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    self.begin(py, bucket, index, table.len(), &header)?;
+                    self.launch(py, bucket, table, &header, false)?;
                 }
             }
+            header.found += (FOUND_BYTES * table.len()) as u64;
         }
         Ok(self.launches)
     }
@@ -124,19 +131,23 @@ impl<'py> Run<'py> {
     unsafe fn launch(
         &mut self,
         py: Python<'_>,
-        device: u16,
         bucket: &Bucket,
-        table: usize,
+        table: &Table,
         header: &Header,
         absmax: bool,
     ) -> PyResult<()> {
-        let before: usize = bucket.tables[..table].iter().map(|table| FOUND_BYTES * table.len()).sum();
-        let header = Header { found: self.address + before as u64, ..*header };
-        let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
-        with_kernels(device, |kernels| {
-            // SAFETY: the caller's promise.
-            unsafe { kernels.launch(bucket.variant, &bucket.tables[table], &header, absmax, stream) }
-        })?;
+        match bucket.device {
+            Device::Cuda(device) => {
+                let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
+                with_kernels(device, |kernels| {
+                    // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this stream.
+                    unsafe { kernels.launch(bucket.variant, table, header, absmax, stream) }
+                })?;
+            }
+            // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace a tensor
+            // meanwhile.
+            Device::Cpu | Device::Other => unsafe { cpu::kernels::adam(table, bucket.variant, header) },
+        }
         self.launches += 1;
         Ok(())
     }

@@ -15,9 +15,13 @@ pub struct Early<'py> {
     header: Header,
     /// One of each bucket.
     runs: Vec<Run<'py>>,
-    /// Per bucket, how many parameters of each table are still to be read.
-    left: Vec<Vec<usize>>,
+    /// Per bucket, how many parameters of each table were read.
+    read: Vec<Vec<usize>>,
 }
+
+/// Tensors that are begun together, at least: enough for the device not to wait for the next ones, and more than fit the
+/// smallest kernel parameter, so that the table's own kernel takes them.
+const PART: usize = 128;
 
 impl<'py> Early<'py> {
     /// Ready to begin, if the plan of the last step has scaled states and may run.
@@ -31,21 +35,24 @@ impl<'py> Early<'py> {
         if !buckets.iter().any(|bucket| bucket.variant.two_passes()) || !matches!(readiness(plan), Readiness::Ready) {
             return Ok(None);
         }
-        let left = buckets.iter().map(|bucket| bucket.tables.iter().map(|table| table.len()).collect()).collect();
+        let read = buckets.iter().map(|bucket| vec![0; bucket.tables.len()]).collect();
         let runs = buckets.iter().map(|bucket| Run::new(reader, py, bucket)).collect::<PyResult<_>>()?;
-        Ok(Some(Early { header: *header, runs, left }))
+        Ok(Some(Early { header: *header, runs, read }))
     }
 
     /// Takes the next parameter that was read; false if the plan is not made for it, and nothing more may begin.
     pub fn take(&mut self, py: Python<'py>, plan: &mut GroupPlan, index: usize, work: &Option<Work>) -> PyResult<bool> {
         let Some(place) = plan.take(index, work) else { return Ok(false) };
         if let Some((bucket, table)) = place {
-            let left = &mut self.left[bucket][table];
-            *left = left.saturating_sub(1);
-            if *left == 0 {
-                // SAFETY: all addresses of the table were read in this step, from tensors that the optimizer holds; if one
-                // is given up after this, its memory is reused in the order of this stream.
-                unsafe { self.runs[bucket].begin(py, &plan.buckets()[bucket], table, &self.header) }?;
+            let read = &mut self.read[bucket][table];
+            // Places in a table are in the order of the parameters.
+            *read += 1;
+            let (run, bucket) = (&mut self.runs[bucket], &plan.buckets()[bucket]);
+            let left = bucket.tables[table].len().saturating_sub(*read);
+            if left == 0 || read.is_multiple_of(PART) && left >= PART {
+                // SAFETY: the addresses up to here were read in this step, from tensors that the optimizer holds; if one is
+                // given up after this, its memory is reused in the order of this stream.
+                unsafe { run.begin(py, bucket, table, *read, &self.header) }?;
             }
         }
         Ok(true)
