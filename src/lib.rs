@@ -4,8 +4,8 @@
 //! `tensor`, `options` (plain data) → `plan` (which launches a step makes), `loader` (which copies a load makes) →
 //! `cpu`, `gpu` (running them) → `python` (reading Python objects, the classes that Python sees).
 //! `unsafe` lives in `cpu::{kernels, scaling, casts}` (elements at tensors' addresses), `gpu::{nvrtc, driver, ring}`
-//! (foreign calls, copies) and `python::{reader, shim, recall, prefetch}` (Python objects); `gpu::kernels` and
-//! `python::{device, moves}` hand addresses on.
+//! (foreign calls, copies) and `python::{reader, shim, recall, sweep, prefetch}` (Python objects); `gpu::kernels` and
+//! `python::{again, device, early, moves}` hand addresses on. `threads` are those of `cpu` and of `python::sweep`.
 
 pub mod cpu;
 pub mod gpu;

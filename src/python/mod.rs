@@ -1,6 +1,6 @@
-//! What Python sees: the module `te_patches._core`. Reads Python objects into plain data (`reader`), turns faults into
-//! exceptions (`faults`) and drives plan and kernels (`step`) and
-//! loader (`load`, `save`).
+//! What Python sees: the module `te_patches._core`. Reads Python objects into plain data: those that are as they were by
+//! their words (`again`), the others in full (`group`); turns faults into exceptions (`faults`) and drives plan and kernels
+//! (`step`) and loader (`load`, `save`).
 
 mod again;
 mod build;

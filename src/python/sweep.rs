@@ -1,5 +1,5 @@
 //! UNSAFE: knows many tensors by their words, with several threads. One core waits for memory most of the time that it
-//! reads tensors; three more wait at the same time.
+//! reads tensors; a few more wait at the same time.
 //! Rows are handed to them while more are made; what no thread has begun in the end the caller does itself, so that nobody
 //! waits for a thread to wake.
 //! Invariant: a thread reads objects only between the taking and the marking of a chunk, and the caller, who holds the
