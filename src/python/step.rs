@@ -15,6 +15,7 @@ use crate::python::early::Early;
 use crate::python::group::{Aftermath, GroupReader, Outcome, Release};
 use crate::python::options::{LiveTensors, Switches, advance, read_live, read_options};
 use crate::python::prefetch::Trails;
+use crate::python::ranges::Ranges;
 use crate::python::reader::{Reader, StateWalk};
 use crate::python::recall::Kinds;
 use crate::tensor::Device;
@@ -83,6 +84,7 @@ impl Plan {
         let mut scales = StateWalk::new(scales);
         let (mut reader, mut walk, mut aftermath) = (Reader::new(py)?, StateWalk::new(state), Aftermath::default());
         reader.look_again(&self.classes)?;
+        let ranges = Ranges::new(py)?;
         self.groups.truncate(groups.len());
         self.groups.resize_with(groups.len(), GroupRecord::default);
         let noted: usize = self.groups.iter().map(|record| record.trails.tensors()).sum();
@@ -130,7 +132,10 @@ impl Plan {
                 release: &release,
                 group: index,
             };
-            let outcome = group_reader.read(&params)?;
+            let outcome = {
+                let _range = ranges.open(|| format!("te_patches: group {index}: read"));
+                group_reader.read(&params)?
+            };
             let early = group_reader.early.take();
             match outcome {
                 Outcome::Uninitialised(params) => uninitialised.extend(params),
@@ -205,6 +210,7 @@ impl Plan {
         for (index, _, header, runs) in ready {
             let record = &mut self.groups[index];
             for (bucket, run) in record.plan.buckets().iter().zip(runs) {
+                let _range = ranges.open(|| format!("te_patches: group {index}: {}", bucket.variant.name()));
                 // SAFETY: the addresses were read in this call; since then only counters were written.
                 record.launches += unsafe { run.finish(py, bucket, &header) }?;
             }

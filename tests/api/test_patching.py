@@ -115,6 +115,23 @@ def test_one_profiler_range_per_step():
         step(param, optimizer)
     names = [event.name for event in profile.events()]
     assert names.count("Optimizer.step#FusedAdam.step") == 1
+    (kernel,) = te_patches.report(optimizer)["groups"][0]["kernels"]
+    ours = [name for name in names if name.startswith("te_patches")]
+    assert ours == ["te_patches: group 0: read", f"te_patches: group 0: {kernel.removesuffix(' (cpu)')}"]
+
+
+def test_a_range_that_cannot_be_opened_is_no_reason_not_to_step(monkeypatch):
+    te_patches.apply()
+    param, optimizer = build()
+    step(param, optimizer)
+    failures = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: failures.append(raised.exc_value))
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    monkeypatch.setattr(torch._C._profiler, "_RecordFunctionFast", lambda name: None)
+    step(param, optimizer)
+    monkeypatch.undo()
+    assert [type(failure) for failure in failures] == [AttributeError] * 2
+    assert optimizer.param_groups[0]["step"] == 2
 
 
 def test_closures_run_once_before_the_gradients_are_read():
