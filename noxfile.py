@@ -48,7 +48,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Lints, types, Rust tests, and the Python suite against every supported Transformer Engine release."""
-    session.install("ruff", "mypy", "pytest", "pytest-xdist", "hypothesis", "accelerate")
+    session.install(*nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["dev"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     cargo = {"external": True}
@@ -81,6 +81,14 @@ def fuzz(session: nox.Session) -> None:
     for target in ("views", "plan", "loader"):
         command = ["cargo", "+nightly", "fuzz", "run", "--fuzz-dir", "tests/fuzz", target, "--"]
         session.run(*command, f"-max_total_time={seconds}", external=True)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The API reference, from the docstrings, into dist/api/."""
+    install(session)
+    session.install("pdoc")
+    session.run("pdoc", "te_patches", "te_patches.cpu", "--no-show-source", "--output-directory", "dist/api")
 
 
 @nox.session

@@ -30,7 +30,8 @@ if not CUDA:
 
     te_patches.cpu.enable()
 
-from step import FP16_MOMENTS, MASTER, REMAINDER, copy_rate, setting, synchronize  # noqa: E402
+from step import commit  # noqa: E402
+from te_patches._bench import FP16_MOMENTS, MASTER, REMAINDER, copy_rate, setting, synchronize  # noqa: E402
 from transformer_engine.pytorch.optimizers import FusedAdam  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -140,7 +141,7 @@ def measure(case: str, tensors: int, elements: int, add: Callable[[dict[str, Any
 @click.option("--out", type=click.Path(path_type=Path), help="JSON file for the rows")
 def main(tensors: int, elements: int, cases: tuple[str, ...], revision: str | None, out: Path | None) -> None:
     rates = {"copy_gbs": copy_rate(), "pinned_gbs": pinned_rate()}
-    about = setting(revision)
+    about = setting() | {"commit": revision or commit()}
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Command line: `python -m te_patches demo | doctor | verify`."""
+"""Command line: `python -m te_patches demo | doctor | verify | bench`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,25 @@ def verify(as_json: bool) -> None:
     from te_patches import _verify
 
     sys.exit(0 if _verify.report(as_json) else 1)
+
+
+@main.command()
+@click.option("--tensors", default=1000, show_default=True, help="parameters")
+@click.option("--elements", default=1 << 20, show_default=True, help="elements of each")
+@click.option("--steps", default=7, show_default=True, help="steps measured")
+@click.option("--case", "cases", multiple=True, help="only these cases; names are in the table")
+@click.option("--json", "as_json", is_flag=True, help="for machines")
+def bench(tensors: int, elements: int, steps: int, cases: tuple[str, ...], as_json: bool) -> None:
+    """Measure steps by stock and by te_patches on this GPU, against the rate at which it copies memory.
+
+    Takes less than two minutes and 30 GB on a large GPU; exit code 1 if a case could not be measured.
+    """
+    from te_patches import _bench
+
+    unknown = set(cases) - set(_bench.CASES)
+    if unknown:
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(_bench.CASES)}")
+    sys.exit(0 if _bench.report(tensors, elements, steps, cases, as_json) else 1)
 
 
 if __name__ == "__main__":
