@@ -13,7 +13,7 @@ import inspect
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,15 @@ def kernels(action: Callable[[], object]) -> tuple[float, int]:
 
 
 class Model:
-    """Parameters of one case and fresh gradients for them."""
+    """Parameters of one case, each of a number of elements, and fresh gradients for them."""
 
-    def __init__(self, dtype: torch.dtype, sharded: bool, tensors: int, elements: int) -> None:
+    def __init__(self, dtype: torch.dtype, sharded: bool, sizes: Sequence[int]) -> None:
         self.wrap = self._shard if sharded else lambda tensor: tensor
-        self.dtype, self.tensors, self.elements = dtype, tensors, elements
-        self.params = [torch.nn.Parameter(self.wrap(self._random())) for _ in range(tensors)]
+        self.dtype, self.sizes = dtype, sizes
+        self.params = [torch.nn.Parameter(self.wrap(self._random(size))) for size in sizes]
 
-    def _random(self) -> Any:
-        return torch.randn(self.elements, device=DEVICE).to(self.dtype)
+    def _random(self, size: int) -> Any:
+        return torch.randn(size, device=DEVICE).to(self.dtype)
 
     @staticmethod
     def _shard(local: Any) -> Any:
@@ -108,13 +108,13 @@ class Model:
     def fill(self, in_place: bool = False) -> None:
         if in_place:
             # Graphs read gradients where they were when captured.
-            for param in self.params:
-                param.grad.copy_(self._random())
+            for param, size in zip(self.params, self.sizes, strict=True):
+                param.grad.copy_(self._random(size))
             return
         for param in self.params:
             param.grad = None
-        for param in self.params:
-            param.grad = self.wrap(self._random())
+        for param, size in zip(self.params, self.sizes, strict=True):
+            param.grad = self.wrap(self._random(size))
 
 
 def mesh() -> Any:
@@ -230,7 +230,7 @@ def rows(
                 torch.cuda.empty_cache()
             torch.manual_seed(0)
             try:
-                model = Model(dtype, sharded, tensors, size)
+                model = Model(dtype, sharded, [size] * tensors)
                 row = measure(maker, model, options, steps, case.endswith("-graph"))
             except Skipped as reason:
                 console.print(f"{case}, {tier}: not measured, {reason}")
