@@ -1,0 +1,86 @@
+"""Where the host's time of a patched step goes, by the ranges in torch's profiler.
+
+    python benches/host.py --out benches/results/host-h200.json
+    python benches/host.py --elements 64        (anywhere, on CPU kernels)
+
+us, medians over steps with fresh gradients: step, the whole call; before, torch's hooks and profiler range and Python's
+dispatch until the first group is read; read, finding and checking every tensor of the group; plan, tables, counters and
+scratch memory between reading and launching; launch, the launches; after, what is left. The profiler itself takes some.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+import te_patches.cpu
+from rich.console import Console
+from rich.table import Table
+from step import commit
+from te_patches import _bench as bench
+
+PHASES = ("step", "before", "read", "plan", "launch", "after")
+
+
+def phases(step: Any) -> dict[str, float]:
+    """One step's phases in us."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        step()
+    ranges = {}
+    for event in profiler.events():
+        name = event.name.removeprefix("te_patches: group 0: ")
+        if event.name.startswith(("Optimizer.step", "te_patches: group 0")):
+            ranges["read" if name == "read" else "step" if name == event.name else "launch"] = event.time_range
+    whole, read, launch = ranges["step"], ranges["read"], ranges["launch"]
+    return {
+        "step": whole.end - whole.start,
+        "before": read.start - whole.start,
+        "read": read.end - read.start,
+        "plan": launch.start - read.end,
+        "launch": launch.end - launch.start,
+        "after": whole.end - launch.end,
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--tensors", default=1000, show_default=True, help="parameters")
+@click.option("--elements", default=1 << 20, show_default=True, help="elements of each")
+@click.option("--steps", default=15, show_default=True, help="steps measured")
+@click.option("--commit", "revision", default=None, help="of the code measured, where there is no git")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON file for the rows")
+def main(tensors: int, elements: int, steps: int, revision: str | None, out: Path | None) -> None:
+    if not bench.CUDA:
+        te_patches.cpu.enable()
+    about = bench.setting() | {"commit": revision or commit()}
+    table, rows = Table("case", "recalled", *(f"{phase} us" for phase in PHASES)), []
+    for case, (dtype, sharded, options, _, fixed) in bench.CASES.items():
+        if case.endswith("-graph"):
+            continue
+        model = bench.Model(dtype, sharded, [fixed or elements] * tensors)
+        model.fill()
+        step = bench.patched("native")(model, options)
+        found = []
+        for at in range(steps + 2):
+            model.fill()
+            bench.synchronize()
+            taken = phases(step)
+            # The first two note what the tensors are and start the profiler.
+            if at >= 2:
+                found.append(taken)
+        medians = {phase: statistics.median(taken[phase] for taken in found) for phase in PHASES}
+        recalled = te_patches.report(step.__self__)["groups"][0]["recalled"]  # type: ignore[attr-defined]
+        rows.append({"case": case, "tensors": tensors, "recalled": recalled} | medians | about)
+        table.add_row(case, str(recalled), *(f"{medians[phase]:.0f}" for phase in PHASES))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+    Console(width=140).print(f"{about['gpu']}, TE {about['te']}, torch {about['torch']}", table)
+
+
+if __name__ == "__main__":
+    main()
