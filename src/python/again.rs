@@ -62,16 +62,17 @@ impl<'py> GroupReader<'_, 'py> {
                 unsafe { sweep.push(Row { grad: grad.unwrap_or(0), ..row }) };
             }
         }
-        for row in sweep.finish() {
+        let (Buffers { works, done, recalled, rows }, trails) = (&mut *self.buffers, &*self.trails);
+        sweep.finish(rows, |row| {
             let index = row.index as usize;
-            self.buffers.works[index] = match (row.found, self.trails.checked(index)) {
+            works[index] = match (row.found, trails.checked(index)) {
                 (Found::Idle, _) => None,
-                (Found::Known, Some(checked)) => work(&row, checked.signature),
-                _ => continue,
+                (Found::Known, Some(checked)) => work(row, checked.signature),
+                _ => return,
             };
-            self.buffers.done[index] = true;
-            self.buffers.recalled += 1;
-        }
+            done[index] = true;
+            *recalled += 1;
+        });
         Ok(())
     }
 

@@ -138,20 +138,15 @@ pub struct GroupReader<'a, 'py> {
 impl<'py> GroupReader<'_, 'py> {
     /// Reads and checks all of them.
     pub fn read(&mut self, params: &Bound<'py, PyAny>) -> PyResult<Outcome<'py>> {
-        self.trails.begin();
-        let list = params.cast::<PyList>();
-        self.buffers.begin(params.len()?);
-        let left: Vec<(usize, Bound<'py, PyAny>)> = match list {
-            Ok(list) => {
-                self.read_again(list)?;
-                let left = (0..self.buffers.done.len()).filter(|&at| !self.buffers.done[at]);
-                left.map(|at| Ok((at, list.get_item(at)?))).collect::<PyResult<_>>()?
-            }
-            Err(_) => {
-                let params: Vec<_> = params.try_iter()?.collect::<PyResult<_>>()?;
-                params.into_iter().enumerate().collect()
-            }
+        let params = match params.cast::<PyList>() {
+            Ok(list) => list.clone(),
+            Err(_) => PyList::new(params.py(), params.try_iter()?.collect::<PyResult<Vec<_>>>()?)?,
         };
+        self.trails.begin();
+        self.buffers.begin(params.len());
+        self.read_again(&params)?;
+        let left = (0..self.buffers.done.len()).filter(|&at| !self.buffers.done[at]);
+        let left = left.map(|at| Ok((at, params.get_item(at)?))).collect::<PyResult<_>>()?;
         let unchanged = self.trails.keep_all_if(&self.buffers.done);
         let mut left = self.open(left)?.into_iter();
         let mut uninitialised = Vec::new();
@@ -177,7 +172,7 @@ impl<'py> GroupReader<'_, 'py> {
             if let Some(ahead) = left.as_slice().get(AHEAD) {
                 self.trails.prefetch_tensors(ahead.index);
             }
-            let Some(opened) = left.next() else { break };
+            let opened = left.next().ok_or_else(|| PyRuntimeError::new_err("a parameter went missing"))?;
             let param = &opened.param;
             let (local, outer, inner) = self.reader.local(param.clone())?;
             let value = if inner == Kind::Wrapped {

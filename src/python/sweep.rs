@@ -261,7 +261,7 @@ impl Task {
 /// Keeps the memory of a group's rows from one step to the next: large blocks are not for the allocator, which tidies up
 /// after a whole forward and backward pass when it is asked for one.
 #[derive(Default)]
-pub struct Memory(Option<Arc<Task>>);
+pub struct Memory(Vec<Mutex<[Row; CHUNK]>>);
 
 /// Rows that are handed to whoever has time while more of them are made.
 pub struct Sweep {
@@ -273,13 +273,10 @@ pub struct Sweep {
 impl Sweep {
     /// Begins to find the tensors of up to `rows` parameters.
     pub fn new(sight: Sight, rows: usize, memory: &mut Memory) -> Sweep {
-        // A thread that was late may still hold it.
-        let mut chunks = memory.0.take().and_then(Arc::into_inner).map_or_else(Vec::new, |task| task.chunks);
+        let mut chunks = std::mem::take(&mut memory.0);
         chunks.resize_with(rows.div_ceil(CHUNK), Mutex::default);
         let [ready, next, done] = [const { AtomicUsize::new(0) }; 3];
-        let task = Arc::new(Task { sight, chunks, ready, next, done });
-        memory.0 = Some(task.clone());
-        Sweep { task, filling: [Row::default(); CHUNK], filled: 0 }
+        Sweep { task: Arc::new(Task { sight, chunks, ready, next, done }), filling: [Row::default(); CHUNK], filled: 0 }
     }
 
     /// Adds a row.
@@ -313,15 +310,20 @@ impl Sweep {
         }
     }
 
-    /// The rows of which something became.
-    pub fn finish(mut self) -> impl Iterator<Item = Row> {
+    /// Hands on the rows of which something became, and gives the memory back.
+    pub fn finish(mut self, memory: &mut Memory, mut each: impl FnMut(&Row)) {
         if self.filled > 0 {
             self.publish();
         }
         self.wait();
         let task = self.task.clone();
-        let found = move |at: usize| *task.chunks[at].lock().unwrap_or_else(PoisonError::into_inner);
-        (0..self.task.ready.load(Ordering::Relaxed)).flat_map(found).filter(|row| row.found != Found::Unknown)
+        drop(self);
+        for chunk in &task.chunks[..task.ready.load(Ordering::Relaxed)] {
+            let rows = chunk.lock().unwrap_or_else(PoisonError::into_inner);
+            rows.iter().filter(|row| row.found != Found::Unknown).for_each(&mut each);
+        }
+        // A thread that was late may still hold it.
+        memory.0 = Arc::into_inner(task).map_or_else(Vec::new, |task| task.chunks);
     }
 
     /// Helps until all that is filled is done.

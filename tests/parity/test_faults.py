@@ -30,10 +30,13 @@ te_patches.cpu.enable()
 from transformer_engine.pytorch.optimizers import FusedAdam
 torch.set_num_threads(1)
 te_patches.apply()
-param = torch.nn.Parameter(torch.ones(100_000))
-optimizer = FusedAdam([param])
-param.grad = torch.ones(100_000)
-optimizer.step()
+params = [torch.nn.Parameter(torch.ones(size)) for size in [100_000] + [3] * 300]
+optimizer = FusedAdam(params)
+for param in params:
+    param.grad = torch.ones_like(param)
+for _ in range(3):
+    optimizer.step()
+assert te_patches.report(optimizer)["groups"][0]["recalled"] == 301
 child = os.fork()
 if child == 0:
     signal.alarm(60)
@@ -41,12 +44,13 @@ else:
     assert os.waitpid(child, 0)[1] == 0
 optimizer.step()
 optimizer.load_state_dict(optimizer.state_dict())
-print(optimizer.param_groups[0]["step"], float(param[7]).hex(), flush=True)
+recalled = te_patches.report(optimizer)["groups"][0]["recalled"]
+print(optimizer.param_groups[0]["step"], recalled, *(float(param[2]).hex() for param in params[:2]), flush=True)
 os._exit(0)
 """)
     lines = out.split("\n")[:2]
     assert lines[0] == lines[1]
-    assert lines[0].startswith("2 ")
+    assert lines[0].startswith("4 301 ")
 
 
 def test_cpu_a_machine_without_nvrtc_is_told_what_is_missing():
