@@ -131,7 +131,9 @@ impl Torch {
             let views = probes.iter().map(|probe| shim.view(probe)).collect::<Option<Vec<View>>>()?;
             Recall::find(&probes, &views, &strangers(py).ok()?, |at| find_grads(py, at).ok()?)
         });
-        let grad = tensor.getattr("__base__")?.getattr("__dict__")?.get_item("grad")?.unbind();
+        // A torch that keeps it elsewhere is asked for gradients.
+        let grad = tensor.getattr("__base__").and_then(|base| base.getattr("__dict__")?.get_item("grad"));
+        let grad = grad.map_or_else(|_| py.None(), Bound::unbind);
         Ok(Torch {
             exchange,
             shim,
