@@ -10,7 +10,6 @@ scratch memory between reading and launching; launch, the launches; after, what 
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ import click
 import te_patches.cpu
 from rich.console import Console
 from rich.table import Table
-from step import commit
+from rows import Rows
+from rows import options as row_options
 from te_patches import _bench as bench
 
 PHASES = ("step", "before", "read", "plan", "launch", "after")
@@ -51,13 +51,11 @@ def phases(step: Any) -> dict[str, float]:
 @click.option("--tensors", default=1000, show_default=True, help="parameters")
 @click.option("--elements", default=1 << 20, show_default=True, help="elements of each")
 @click.option("--steps", default=15, show_default=True, help="steps measured")
-@click.option("--commit", "revision", default=None, help="of the code measured, where there is no git")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON file for the rows")
+@row_options
 def main(tensors: int, elements: int, steps: int, revision: str | None, out: Path | None) -> None:
     if not bench.CUDA:
         te_patches.cpu.enable()
-    about = bench.setting() | {"commit": revision or commit()}
-    table, rows = Table("case", "recalled", *(f"{phase} us" for phase in PHASES)), []
+    table, rows = Table("case", "recalled", *(f"{phase} us" for phase in PHASES)), Rows(revision, out)
     for case, (dtype, sharded, options, _, fixed) in bench.CASES.items():
         if case.endswith("-graph"):
             continue
@@ -74,12 +72,9 @@ def main(tensors: int, elements: int, steps: int, revision: str | None, out: Pat
                 found.append(taken)
         medians = {phase: statistics.median(taken[phase] for taken in found) for phase in PHASES}
         recalled = te_patches.report(step.__self__)["groups"][0]["recalled"]  # type: ignore[attr-defined]
-        rows.append({"case": case, "tensors": tensors, "recalled": recalled} | medians | about)
+        rows.add({"case": case, "tensors": tensors, "recalled": recalled} | medians)
         table.add_row(case, str(recalled), *(f"{medians[phase]:.0f}" for phase in PHASES))
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(rows, indent=1) + "\n")
-    Console(width=140).print(f"{about['gpu']}, TE {about['te']}, torch {about['torch']}", table)
+    Console(width=140).print(f"{rows.about['gpu']}, TE {rows.about['te']}, torch {rows.about['torch']}", table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ device buffers (read plus written) and from page-locked memory.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,8 +29,9 @@ if not CUDA:
 
     te_patches.cpu.enable()
 
-from step import commit  # noqa: E402
-from te_patches._bench import FP16_MOMENTS, MASTER, REMAINDER, copy_rate, setting, synchronize  # noqa: E402
+from rows import Rows  # noqa: E402
+from rows import options as row_options  # noqa: E402
+from te_patches._bench import FP16_MOMENTS, MASTER, REMAINDER, copy_rate, synchronize  # noqa: E402
 from transformer_engine.pytorch.optimizers import FusedAdam  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -137,21 +137,12 @@ def measure(case: str, tensors: int, elements: int, add: Callable[[dict[str, Any
 @click.option("--tensors", default=1024, show_default=True, help="parameters")
 @click.option("--elements", default=1 << 20, show_default=True, help="elements of each")
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(CASES)), help="only these")
-@click.option("--commit", "revision", default=None, help="of the code measured, where there is no git")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON file for the rows")
+@row_options
 def main(tensors: int, elements: int, cases: tuple[str, ...], revision: str | None, out: Path | None) -> None:
     rates = {"copy_gbs": copy_rate(), "pinned_gbs": pinned_rate()}
-    about = setting() | {"commit": revision or commit()}
-    rows: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append({**row, **rates, **about})
-        if out:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(rows, indent=1) + "\n")
-
+    rows = Rows(revision, out)
     for case in cases or CASES:
-        measure(case, tensors, elements, add)
+        measure(case, tensors, elements, lambda row: rows.add(row | rates))
     table = Table(
         "case", "source", "stock s", "patched s", "ratio", "source GB/s", "GB/s", "stock B/param", "extra MiB"
     )
@@ -160,6 +151,7 @@ def main(tensors: int, elements: int, cases: tuple[str, ...], revision: str | No
         numbers = [f"{row['stock_s']:.4f}", f"{row['patched_s']:.4f}", f"{ratio:.1f}", f"{row['source_gbs']:.1f}"]
         numbers += [f"{row['gbs']:.0f}", f"{row['stock_extra_bytes_per_param']:.1f}"]
         table.add_row(row["case"], row["source"], *numbers, f"{row['patched_extra_bytes'] / 2**20:.1f}")
+    about = rows.about
     title = f"{about['gpu']}, copy {rates['copy_gbs']:.0f}, pinned {rates['pinned_gbs']:.1f} GB/s, TE {about['te']}"
     Console(width=140).print(title, table)
 

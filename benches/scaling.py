@@ -12,10 +12,8 @@ columns mean: te_patches._bench.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import te_patches.cpu
@@ -23,7 +21,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from step import commit
+from rows import Rows
+from rows import options as row_options
 from te_patches import _bench as bench
 
 BYTES = 26
@@ -67,14 +66,12 @@ def cases() -> Iterator[tuple[str, bool, list[int]]]:
 @click.command(help=__doc__)
 @click.option("--steps", default=5, show_default=True, help="steps measured")
 @click.option("--largest", default=6 << 30, show_default=True, help="leave out what has more elements in all")
-@click.option("--commit", "revision", default=None, help="of the code measured, where there is no git")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON file for the rows")
+@row_options
 def main(steps: int, largest: int, revision: str | None, out: Path | None) -> None:
     if not bench.CUDA:
         te_patches.cpu.enable()
-    about = bench.setting() | {"commit": revision or commit()}
     console = Console(width=140, stderr=True)
-    rate, rows = bench.copy_rate(), list[dict[str, Any]]()
+    rate, rows = bench.copy_rate(), Rows(revision, out)
     table = Table("case", "DTensors", "tensors", "elements", "tier", "host ms", "step ms", "kernel ms", "of the floor")
     for case, sharded, sizes in track([*cases()], console=console):
         elements = sum(sizes)
@@ -93,13 +90,11 @@ def main(steps: int, largest: int, revision: str | None, out: Path | None) -> No
                 continue
             floor = BYTES * elements / rate / 1e6
             row = {"case": case, "sharded": sharded, "tensors": len(sizes), "elements": elements, "tier": tier}
-            rows.append(row | figures | {"floor_ms": floor, "copy_gbs": rate} | about)
+            rows.add(row | figures | {"floor_ms": floor, "copy_gbs": rate})
             numbers = [f"{figures[name]:.3f}" for name in ("host_ms", "step_ms", "kernel_ms")]
             words = (case, "yes" if sharded else "no", f"{len(sizes):,}", f"{elements:,}", tier)
             table.add_row(*words, *numbers, f"{figures['kernel_ms'] / floor:.2f}")
-            if out:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(rows, indent=1) + "\n")
+    about = rows.about
     Console(width=140).print(f"{about['gpu']}, copy {rate:.0f} GB/s, TE {about['te']}, torch {about['torch']}", table)
 
 

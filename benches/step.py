@@ -8,8 +8,6 @@ What the columns mean: te_patches._bench.
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ if not bench.CUDA:
     te_patches.cpu.enable()
 
 from python_plan import PythonPlan
+from rows import Rows
+from rows import options as row_options
 
 
 def python_plan(model: bench.Model, options: dict[str, Any]) -> Callable[[], object]:
@@ -51,20 +51,13 @@ TIERS: dict[str, bench.Maker] = {
 }
 
 
-def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    shown = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return shown.stdout.strip() or "unknown"
-
-
 @click.command(help=__doc__)
 @click.option("--tensors", default=1000, show_default=True, help="parameters")
 @click.option("--elements", default=1 << 20, show_default=True, help="elements of each")
 @click.option("--steps", default=7, show_default=True, help="steps measured; slow tiers take fewer")
 @click.option("--case", "cases", multiple=True, type=click.Choice(list(bench.CASES)), help="only these")
 @click.option("--tier", "tiers", multiple=True, type=click.Choice(list(TIERS)), help="only these")
-@click.option("--commit", "revision", default=None, help="of the code measured, where there is no git")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON file for the rows")
+@row_options
 def main(
     tensors: int,
     elements: int,
@@ -74,19 +67,15 @@ def main(
     revision: str | None,
     out: Path | None,
 ) -> None:
-    about = bench.setting() | {"commit": revision or commit()}
+    rows = Rows(revision, out)
     console = Console(width=140, stderr=True)
     chosen = {tier: maker for tier, maker in TIERS.items() if not tiers or tier in tiers}
     names = cases or tuple(bench.CASES)
-    rows: list[dict[str, Any]] = []
     measured = bench.rows(names, chosen, tensors, elements, steps, console)
     for row in track(measured, total=len(names) * len(chosen), console=console):
-        rows.append(row | about)
-        if out:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(rows, indent=1) + "\n")
+        rows.add(row)
     rate = f"copy {rows[0]['copy_gbs']:.0f} GB/s" if rows else "nothing was measured"
-    words = f"{about['gpu']}, {rate}, TE {about['te']}, torch {about['torch']}"
+    words = f"{rows.about['gpu']}, {rate}, TE {rows.about['te']}, torch {rows.about['torch']}"
     Console(width=140).print(words, bench.table(rows))
 
 

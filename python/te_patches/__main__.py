@@ -36,7 +36,7 @@ def doctor(as_json: bool) -> None:
 def verify(as_json: bool) -> None:
     """Compare patched steps with the installed Transformer Engine's on this GPU, bit for bit, with every option.
 
-    Takes less than a minute; exit code 1 if anything differs or is not served natively.
+    Exit code 1 if anything differs or is not served natively.
     """
     from te_patches import _verify
 
@@ -52,7 +52,7 @@ def verify(as_json: bool) -> None:
 def bench(tensors: int, elements: int, steps: int, cases: tuple[str, ...], as_json: bool) -> None:
     """Measure steps by stock and by te_patches on this GPU, against the rate at which it copies memory.
 
-    Takes less than two minutes and 30 GB on a large GPU; exit code 1 if a case could not be measured.
+    Exit code 1 if a case could not be measured; smaller tensors need less of the GPU's memory.
     """
     from te_patches import _bench
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 import te_patches
 import te_patches.cpu
+from te_patches._bits import bits
 
 
 @dataclass
@@ -97,18 +98,15 @@ def _train(mesh: Any, device: str, steps: int, patched: bool) -> Run:
     return run
 
 
-def _bits(tensor: Any) -> Any:
-    import torch
-
-    return tensor.detach().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
 def _differences(stock: Run, patched: Run) -> dict[str, tuple[int, int]]:
     """Per kind of tensor: elements compared, elements whose bits differ."""
     rows = {}
     for name, mine in patched.tensors.items():
         pairs = list(zip(mine, stock.tensors[name], strict=True))
-        rows[name] = (sum(a.numel() for a, _ in pairs), sum(int((_bits(a) != _bits(b)).sum()) for a, b in pairs))
+        rows[name] = (
+            sum(a.numel() for a, _ in pairs),
+            sum(int((bits(a.detach()) != bits(b.detach())).sum()) for a, b in pairs),
+        )
     return rows
 
 

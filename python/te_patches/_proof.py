@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 from te_patches import _core, _releases
+from te_patches._bits import bits
 from te_patches._releases import Release
 
 Names = tuple[str, str, str, str, str, str]
@@ -54,7 +55,7 @@ def _compare(optimizer: Any, device: int, names: Names, release: Release) -> str
                 _core.multi_tensor_adam(mine.entries(), *arguments, names[4])
                 _run_stock(optimizer, stock, arguments, release)
             for ours, theirs in zip(mine.tensors(), stock.tensors(), strict=True):
-                ours, theirs = ours.view(_bits(ours)), theirs.view(_bits(theirs))
+                ours, theirs = bits(ours), bits(theirs)
                 if not torch.equal(ours, theirs):
                     different = int((ours != theirs).sum())
                     return f"{different} of {ours.numel()} elements differ in step {step}, mode {mode}"
@@ -222,9 +223,3 @@ def _compare_capturable(optimizer: Any, mine: _Operands, stock: _Operands, argum
     if mine.names[4] != "none":
         function = optimizer.multi_tensor_adam_capturable_master
     function(65536, skip, [list(tensors) for tensors in stock.entries()], *shared)
-
-
-def _bits(tensor: Any) -> Any:
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]

@@ -23,6 +23,7 @@ from rich.table import Table
 import te_patches
 import te_patches.cpu
 from te_patches import _releases
+from te_patches._bits import bits
 
 _SIZES = (1, 7, 2049, 65536 + 5, 0)
 _STEPS = 3
@@ -132,7 +133,7 @@ def compare(options: Options, device: str) -> Outcome:
         written = [_written(optimizer, params) for optimizer, params in zip((theirs, mine), sides, strict=True)]
         for (what, expected), (_, tensor) in zip(*written, strict=True):
             outcome.elements += tensor.numel()
-            different = int((_bits(tensor) != _bits(expected)).sum())
+            different = int((bits(tensor) != bits(expected)).sum())
             if different:
                 outcome.differences.append(
                     f"step {outcome.steps}, {what}: {different} of {tensor.numel()} elements differ"
@@ -154,12 +155,6 @@ def _written(optimizer: Any, params: list[Any]) -> list[tuple[str, Any]]:
         for name, scale in optimizer._scales.get(param, {}).items():
             found.append((f"scale of {name} of parameter {at}", scale))
     return found
-
-
-def _bits(tensor: Any) -> Any:
-    import torch
-
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def report(as_json: bool) -> bool:

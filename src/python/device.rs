@@ -127,7 +127,10 @@ impl<'py> Run<'py> {
         Ok(self.launches)
     }
 
-    /// SAFETY, of calls: as for `begin`.
+    /// Launches one pass over a table on the device of its bucket.
+    ///
+    /// # Safety
+    /// The addresses in the table must be those of live tensors.
     unsafe fn launch(
         &mut self,
         py: Python<'_>,

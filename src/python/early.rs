@@ -1,6 +1,7 @@
 //! Begins to find the largest magnitudes of scaled states while later parameters are still read: that pass changes nothing of
 //! the optimizer, so it may run before all is checked.
-//! Invariant: a table's pass begins once all its parameters were read in this step and are of the kinds planned for.
+//! Invariant: the pass over a part of a table begins once its parameters were read in this step and are of the kinds
+//! planned for.
 
 use pyo3::prelude::*;
 

@@ -4,15 +4,15 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::python::reader::Torch;
+
 /// Makes ranges if a profiler runs.
 pub struct Ranges<'py>(Option<Bound<'py, PyAny>>);
 
 impl<'py> Ranges<'py> {
-    /// Asks torch whether one does; a torch that does not tell has no ranges.
+    /// Asks torch whether one does.
     pub fn new(py: Python<'py>) -> PyResult<Ranges<'py>> {
-        let profiler = py.import(intern!(py, "torch.autograd.profiler"))?;
-        let runs = profiler.getattr(intern!(py, "_is_profiler_enabled")).and_then(|flag| flag.is_truthy());
-        if !runs.unwrap_or(false) {
+        if !Torch::get(py)?.profiler_runs(py) {
             return Ok(Ranges(None));
         }
         let range = py.import("torch._C._profiler").and_then(|module| module.getattr("_RecordFunctionFast"));

@@ -1,6 +1,6 @@
 //! UNSAFE: reads torch objects into plain data. The one place that touches Python objects through C.
 //! Knows nothing of plans and kernels. Invariant: it keeps no tensor beyond the step it reads for, and every object it
-//! touches is held by a strong reference while it does.
+//! touches is held by a strong reference while it does, or, where it says borrowed, by the list or dict it came from.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -91,6 +91,8 @@ pub struct Torch {
     dtypes: [(Py<PyAny>, Dtype); 9],
     plain_dispatch: Py<PyAny>,
     current_raw_stream: Py<PyAny>,
+    /// The module that knows whether torch's profiler runs.
+    profiler: Py<PyAny>,
     disable_torch_function: Py<PyAny>,
 }
 
@@ -153,6 +155,7 @@ impl Torch {
             ],
             plain_dispatch: native.getattr("_disabled_torch_dispatch_impl")?.unbind(),
             current_raw_stream,
+            profiler: py.import("torch.autograd.profiler")?.into_any().unbind(),
             disable_torch_function: native.getattr("DisableTorchFunctionSubclass")?.unbind(),
         })
     }
@@ -161,6 +164,12 @@ impl Torch {
     pub fn dtype(&self, dtype: &Bound<'_, PyAny>) -> Dtype {
         let found = self.dtypes.iter().find(|(object, _)| object.is(dtype));
         found.map_or(Dtype::Other, |&(_, dtype)| dtype)
+    }
+
+    /// Whether torch's profiler runs; a torch that does not tell has none.
+    pub fn profiler_runs(&self, py: Python<'_>) -> bool {
+        let flag = self.profiler.bind(py).getattr(intern!(py, "_is_profiler_enabled"));
+        flag.and_then(|flag| flag.is_truthy()).unwrap_or(false)
     }
 
     /// Handle of torch's current stream on a CUDA device.

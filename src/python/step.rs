@@ -20,6 +20,8 @@ use crate::python::reader::{Reader, StateWalk};
 use crate::python::recall::Kinds;
 use crate::tensor::Device;
 
+/// Classes of tensors that a plan remembers.
+const MOST_CLASSES: usize = 32;
 /// Kinds of tensors that a plan may know beside those of its tensors.
 const SPARE_KINDS: usize = 64;
 
@@ -217,6 +219,7 @@ impl Plan {
             record.steps += 1;
         }
         self.classes = reader.classes();
+        self.classes.truncate(MOST_CLASSES);
         aftermath.finish(py)?;
         Ok(None)
     }

@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::plan::column::Role;
+use crate::plan::operands::ROLES;
 use crate::python::prefetch::{self, STORAGE_WORDS, read};
 use crate::python::recall::{GradAt, Palette, Recall};
 use crate::threads::READERS;
 
-/// Objects that a row has room for.
-pub const PLACES: usize = 8;
+/// Objects that a row has room for: the tensors of an update, and what scales its three states.
+const PLACES: usize = ROLES + 3;
 /// Rows that a thread takes at once: what it asks for in advance fits its nearest cache.
 const CHUNK: usize = 8;
 /// Chunks from which on calling threads costs less than it saves.
@@ -132,7 +133,7 @@ impl Sight {
                 row.grad = at.record(row.param);
                 prefetch::lines(row.grad, 1);
             } else {
-                (row.words[1] != 0).then_some(())?;
+                (row.words[Role::Param as usize] != 0).then_some(())?;
                 // SAFETY: see above.
                 row.words[0] = unsafe { self.local(row.grad, row.grad_sharded) }?;
                 prefetch::object(row.words[0]);
@@ -162,7 +163,7 @@ impl Sight {
                 if row.grad == 0 {
                     *row = Row { index: row.index, found: Found::Idle, ..Row::default() };
                 } else {
-                    (row.words[1] != 0).then_some(())?;
+                    (row.words[Role::Param as usize] != 0).then_some(())?;
                     row.words[0] = row.grad;
                     prefetch::record(row.grad);
                 }

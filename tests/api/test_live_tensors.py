@@ -397,6 +397,19 @@ def test_swapping_parameters_works_as_if_unpatched():
     pair.step()
 
 
+def test_classes_of_parameters_are_not_kept_without_end():
+    pair = Pair(sizes=(5,))
+    classes = []
+    for at in range(100):
+        kind = type(f"Parameter{at}", (torch.nn.Parameter,), {})
+        classes.append(weakref.ref(kind))
+        pair.params[0][0].__class__ = kind
+        del kind
+        pair.step()
+    gc.collect()
+    assert sum(kind() is not None for kind in classes) < 40
+
+
 def test_memory_stays_flat_over_many_steps():
     pair = Pair(sizes=(3,) * 200)
     pair.step()
