@@ -9,8 +9,10 @@ use crate::plan::column::{Master, Role, Signature, Work};
 use crate::plan::operands::{ROLES, Scaled, Scaling};
 use crate::python::group::GroupReader;
 use crate::python::prefetch::{AHEAD, Checked};
+use crate::python::quantized::Insides;
 use crate::python::reader::{borrowed_entries, borrowed_items};
-use crate::python::sweep::{Found, Memory, Row, Sight, Sweep};
+use crate::python::sweep::{FACTORS, Found, INSIDES, Memory, Row, Sight, Sweep};
+use crate::tensor::Dtype;
 
 /// States in the order in which they are read.
 const STATES: [Role; 3] = [Role::ExpAvg, Role::ExpAvgSq, Role::Master];
@@ -45,6 +47,8 @@ impl<'py> GroupReader<'_, 'py> {
         let grads = recall.grads().filter(|_| !self.switches.decoupled_grad);
         // Where torch or the user has to be asked for gradients, that comes first: it may run code of Python's.
         let given = if grads.is_none() { Some(self.given_grads(params)?) } else { None };
+        let fp8 = self.switches.moments.contains(&Dtype::E4M3);
+        let insides = if fp8 { self.reader.insides(params.py())? } else { None };
         let sight = Sight { recall, grads, classes: self.reader.known_classes(), palette: self.kinds.palette() };
         let count = self.buffers.done.len();
         let mut sweep = Sweep::new(sight, count, &mut self.buffers.rows);
@@ -56,7 +60,7 @@ impl<'py> GroupReader<'_, 'py> {
                 self.buffers.done[index] = self.state(param).is_some();
                 continue;
             }
-            if let Some(row) = self.row(index, param) {
+            if let Some(row) = self.row(index, param, insides.as_ref()) {
                 // SAFETY: the objects are held by the list, by `given` and by the dicts of the optimizer; from the first
                 // row to the last no code of Python's runs.
                 unsafe { sweep.push(Row { grad: grad.unwrap_or(0), ..row }) };
@@ -87,7 +91,7 @@ impl<'py> GroupReader<'_, 'py> {
     }
 
     /// The objects of a parameter and the kinds that they should be of; `None` if it is to be read in full.
-    fn row(&mut self, index: usize, param: u64) -> Option<Row> {
+    fn row(&mut self, index: usize, param: u64, insides: Option<&Insides<'py>>) -> Option<Row> {
         let state = self.state(param)?;
         let mut row = Row { index: index as u32, param, ..Row::default() };
         let Some(Checked { signature, sharded, grad_sharded }) = self.trails.checked(index) else {
@@ -99,32 +103,46 @@ impl<'py> GroupReader<'_, 'py> {
         if variant.master == Master::None && self.switches.master(variant.param) != Master::None {
             return None;
         }
-        let mut dicts = [Some(state.as_ptr() as u64), None];
+        let mut dicts = [const { None }; 2 + 4];
+        dicts[0] = Some([0, state.as_ptr() as u64]);
         let states = borrowed_entries(&state);
         let mut factors = [None; 3];
         if variant.is_scaled() {
             let scales = self.scales.step(param)?.cast_into::<PyDict>().ok()?;
-            dicts[1] = Some(scales.as_ptr() as u64);
+            dicts[1] = Some([0, scales.as_ptr() as u64]);
             factors = borrowed_entries(&scales);
         }
-        self.trails.note_dicts_anew(index, dicts);
-        (row.sharded, row.grad_sharded) = (sharded, grad_sharded);
+        row.grad_sharded = grad_sharded;
         row.kinds[Role::Grad as usize] = self.trails.grad_kind(index);
         let mut kinds = self.trails.kinds(index);
-        let mut expect = |place: usize, object| {
+        let mut expect = |place: usize, object, sharded: bool| {
             (row.words[place], row.kinds[place]) = (object, kinds.next()?);
+            row.sharded |= u32::from(sharded) << place;
             Some(())
         };
-        expect(Role::Param as usize, param)?;
+        expect(Role::Param as usize, param, sharded)?;
         for (at, role) in STATES.into_iter().enumerate() {
             if role == Role::Master && variant.master == Master::None {
                 continue;
             }
-            expect(role as usize, states[at]?)?;
-            if variant.scaled(role) == Scaled::Factor {
-                expect(ROLES + at, factors[at]?)?;
+            let (state, scaled) = (states[at]?, variant.scaled(role));
+            if scaled == Scaled::State {
+                // SAFETY: the state's dict holds it, and no code of Python's has run.
+                let inside = unsafe { insides?.of(state, sharded) }?;
+                dicts[2 + 2 * at..][..2].copy_from_slice(&inside.dicts.map(Some));
+                let of = INSIDES + 3 * at;
+                let words = [inside.data, factors[at]?, inside.scale, inside.scale_inv, inside.amax];
+                let places = [role as usize, FACTORS + at, of, of + 1, of + 2];
+                places.into_iter().zip(words).try_for_each(|(place, word)| expect(place, word, false))?;
+                continue;
+            }
+            expect(role as usize, state, sharded)?;
+            if scaled == Scaled::Factor {
+                expect(FACTORS + at, factors[at]?, false)?;
             }
         }
+        drop(kinds);
+        self.trails.note_dicts_anew(index, dicts.into_iter().flatten());
         Some(row)
     }
 }
@@ -133,9 +151,11 @@ impl<'py> GroupReader<'_, 'py> {
 fn work(row: &Row, signature: Signature) -> Option<Work> {
     let mut scaling: Option<Box<[Scaling; ROLES]>> = None;
     for (at, role) in STATES.into_iter().enumerate() {
-        let factor = row.words[ROLES + at];
+        let factor = row.words[FACTORS + at];
         if factor != 0 {
-            scaling.get_or_insert_default()[role as usize].factor = factor;
+            let inside = row.words.get(INSIDES + 3 * at..).and_then(|words| words.first_chunk()).copied();
+            let [scale, scale_inv, amax] = inside.unwrap_or_default();
+            scaling.get_or_insert_default()[role as usize] = Scaling { factor, scale, scale_inv, amax };
         }
     }
     let tensors = std::array::from_fn(|role| row.words[role]);

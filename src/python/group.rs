@@ -14,7 +14,8 @@ use crate::python::early::Early;
 use crate::python::faults::{self, Place};
 use crate::python::options::Switches;
 use crate::python::prefetch::{AHEAD, Checked, Trails};
-use crate::python::reader::{Fp8, Kind, Reader, StateWalk, state_entries, state_keys};
+use crate::python::quantized::Fp8;
+use crate::python::reader::{Kind, Reader, StateWalk, state_entries, state_keys};
 use crate::python::recall::Kinds;
 use crate::tensor::{Device, Dtype, View};
 
@@ -197,7 +198,10 @@ impl<'py> GroupReader<'_, 'py> {
                 uninitialised.push((opened.param, self.switches.remainder(dtype)));
                 continue;
             };
-            self.trails.note_dict(state.as_ptr() as u64);
+            self.trails.note_dict(0, state.as_ptr() as u64);
+            if let Some(scales) = &opened.scales {
+                self.trails.note_dict(0, scales.as_ptr() as u64);
+            }
             let Some(grad) = &opened.grad else { continue };
             match self.read_column(place, &opened, outer, value, grad, state)? {
                 Some(work) => self.buffers.works[index] = work,
@@ -397,6 +401,7 @@ impl<'py> GroupReader<'_, 'py> {
         let master = if matches!(kind, Master::F16 | Master::F16Idle) { Dtype::F16 } else { Dtype::Other };
         let dtypes = [exp_avg, exp_avg_sq, master];
         let entries = state_entries(state);
+        let transposed = self.aftermath.transposed.len();
         if kind == Master::F16Idle && entries[2].is_none() {
             kind = Master::None;
         }
@@ -446,8 +451,9 @@ impl<'py> GroupReader<'_, 'py> {
             let tensor = tensors[faults::role(fault) as usize].as_ref().unwrap_or(param);
             faults::raise(fault, place, param, tensor)
         })?;
-        // Quantized parameters and fp8 states have an inside that is read in full each time.
-        if plain && !self.switches.moments.contains(&Dtype::E4M3) && !matches!(verdict, Verdict::Unordered) {
+        // The inside of quantized parameters, and of fp8 states with a transposed copy, is read in full each time.
+        let transposed = self.aftermath.transposed.len() > transposed;
+        if plain && !transposed && !matches!(verdict, Verdict::Unordered) {
             let sharded = outer == Kind::Sharded;
             self.trails.note_checked(Checked { signature: column.signature(), sharded, grad_sharded: grad.sharded });
         }
@@ -475,6 +481,7 @@ impl<'py> GroupReader<'_, 'py> {
                 let error = PyTypeError::new_err("it is no Float8Tensor, but the optimizer's options call for fp8");
                 return Err(unreadable(error));
             };
+            fp8.dicts.into_iter().flatten().for_each(|[owner, dict]| self.trails.note_dict(owner, dict));
             let view = View { dtype: fp8.dtype, ..self.noted_view(outer, &fp8.data, place, param, role)? };
             let factor = self.scale_of(place, opened, role)?;
             let mut one = |name, tensor| self.number(name, tensor, view.device).map_err(unreadable);
@@ -514,10 +521,7 @@ impl<'py> GroupReader<'_, 'py> {
     /// `optimizer._scales[param][name]`.
     fn scale_of(&mut self, place: Place, opened: &Opened<'py>, role: Role) -> PyResult<Bound<'py, PyAny>> {
         let scale = match &opened.scales {
-            Some(scales) => {
-                self.trails.note_dict(scales.as_ptr() as u64);
-                scales.get_item(state_keys(scales.py())[role as usize - Role::ExpAvg as usize])?
-            }
+            Some(scales) => scales.get_item(state_keys(scales.py())[role as usize - Role::ExpAvg as usize])?,
             None => None,
         };
         scale.ok_or_else(|| {

@@ -13,6 +13,7 @@ mod load;
 mod moves;
 mod options;
 mod prefetch;
+mod quantized;
 mod ranges;
 mod reader;
 mod recall;

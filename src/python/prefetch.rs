@@ -53,8 +53,8 @@ pub struct Checked {
 #[derive(Debug, Default)]
 struct Notes {
     tensors: Vec<Note>,
-    /// Of each dict: the object and the table of its keys.
-    dicts: Vec<[u64; 2]>,
+    /// Of each dict: the object that it is an attribute of, or 0, the dict, and the table of its entries.
+    dicts: Vec<[u64; 3]>,
     /// One of each parameter.
     parameters: Vec<Parameter>,
 }
@@ -96,10 +96,10 @@ impl Trails {
         self.before.tensors[self.before.range(index).0].iter().map(|note| note.kind)
     }
 
-    /// Notes that a parameter's dicts are these live ones now.
-    pub fn note_dicts_anew(&mut self, index: usize, dicts: [Option<u64>; 2]) {
+    /// Notes that a parameter's dicts are these live ones now, each with the object that it is an attribute of or 0.
+    pub fn note_dicts_anew(&mut self, index: usize, dicts: impl Iterator<Item = [u64; 2]>) {
         let (_, noted) = self.before.range(index);
-        for (note, dict) in self.before.dicts[noted].iter_mut().zip(dicts.into_iter().flatten()) {
+        for (note, dict) in self.before.dicts[noted].iter_mut().zip(dicts) {
             *note = dict_note(dict);
         }
     }
@@ -155,9 +155,9 @@ impl Trails {
         self.now.tensors.push(Note { outer, local, shape, storage: at.map_or(0, |at| at.storage(local)), kind });
     }
 
-    /// Notes a live dict.
-    pub fn note_dict(&mut self, dict: u64) {
-        self.now.dicts.push(dict_note(dict));
+    /// Notes a live dict and the object that it is an attribute of, or 0.
+    pub fn note_dict(&mut self, owner: u64, dict: u64) {
+        self.now.dicts.push(dict_note([owner, dict]));
     }
 
     /// Tensors noted in the last reading.
@@ -167,9 +167,12 @@ impl Trails {
 
     /// Asks for the dicts that a parameter had.
     pub fn prefetch_dicts(&self, index: usize) {
-        for &[dict, keys] in &self.before.dicts[self.before.range(index).1] {
+        for &[owner, dict, entries] in &self.before.dicts[self.before.range(index).1] {
+            if owner != 0 {
+                object(owner);
+            }
             fetch(dict);
-            lines(keys, 3);
+            lines(entries, 3);
         }
     }
 
@@ -196,10 +199,12 @@ impl Notes {
     }
 }
 
-/// A live dict, an object of at least six words. The fifth points at its keys in CPython 3.10 to 3.13.
-fn dict_note(dict: u64) -> [u64; 2] {
+/// A live dict, an object of six words at least. In CPython 3.10 to 3.14 the fifth points at its keys and the sixth, where
+/// the dicts of a class share their keys, at its values.
+fn dict_note([owner, dict]: [u64; 2]) -> [u64; 3] {
     // SAFETY: the dict is live.
-    [dict, unsafe { read(dict + 32) }]
+    let (keys, values) = unsafe { (read(dict + 32), read(dict + 40)) };
+    [owner, dict, if values == 0 { keys } else { values }]
 }
 
 /// Where a tensor's Python object points at torch's record of it: found by looking, not assumed. Every tensor's object has

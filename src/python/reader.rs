@@ -289,51 +289,11 @@ fn view_by_exchange(exchange: &Exchange, tensor: &Bound<'_, PyAny>) -> PyResult<
     }
 }
 
-/// The inside of a Float8Tensor.
-pub struct Fp8<'py> {
-    /// uint8, of the tensor's shape.
-    pub data: Bound<'py, PyAny>,
-    pub dtype: Dtype,
-    /// The quantizer's, one fp32 element each.
-    pub scale: Bound<'py, PyAny>,
-    pub scale_inv: Bound<'py, PyAny>,
-    pub amax: Bound<'py, PyAny>,
-    /// Whether the quantizer's scale is given from outside rather than found at each quantization.
-    pub delayed: bool,
-    /// Whether a transposed copy of the data is kept.
-    pub transposed: bool,
-}
-
-/// Transformer Engine's classes of quantized tensors.
-struct QuantizedClasses<'py> {
-    quantized: Bound<'py, PyAny>,
-    fp8: Bound<'py, PyAny>,
-    delayed: Bound<'py, PyAny>,
-    /// Members of the enum of dtypes that were met; asking one for its name runs Python code.
-    dtypes: Vec<(Bound<'py, PyAny>, Dtype)>,
-}
-
-impl<'py> QuantizedClasses<'py> {
-    fn dtype(&mut self, member: Bound<'py, PyAny>) -> PyResult<Dtype> {
-        if let Some((_, dtype)) = self.dtypes.iter().find(|(known, _)| known.is(&member)) {
-            return Ok(*dtype);
-        }
-        let dtype = match member.getattr("name")?.extract::<String>()?.as_str() {
-            "kFloat8E4M3" => Dtype::E4M3,
-            "kFloat8E5M2" => Dtype::E5M2,
-            _ => Dtype::Other,
-        };
-        self.dtypes.push((member, dtype));
-        Ok(dtype)
-    }
-}
-
 /// Reads tensors during one step.
 pub struct Reader<'py> {
     py: Python<'py>,
     torch: &'static Torch,
     dtensor: Option<Bound<'py, PyType>>,
-    quantized: Option<QuantizedClasses<'py>>,
     classes: Vec<Class<'py>>,
     /// While it lives, torch does not look for `__torch_function__` on the classes of tensors, which costs more than
     /// reading them. Classes whose override matters are `Kind::Wrapped` and not read.
@@ -371,14 +331,7 @@ impl<'py> Reader<'py> {
             None => None,
         };
         let torch = Torch::get(py)?;
-        Ok(Reader {
-            py,
-            torch,
-            dtensor,
-            quantized: None,
-            classes: Vec::new(),
-            _plain_attributes: PlainAttributes::enter(py, torch)?,
-        })
+        Ok(Reader { py, torch, dtensor, classes: Vec::new(), _plain_attributes: PlainAttributes::enter(py, torch)? })
     }
 
     fn class(&mut self, object: &Bound<'py, PyAny>) -> PyResult<usize> {
@@ -550,51 +503,6 @@ impl<'py> Reader<'py> {
         Ok(View::new(address, &shape, &strides, dtype, device))
     }
 
-    fn quantized_classes(&mut self) -> PyResult<&mut QuantizedClasses<'py>> {
-        if self.quantized.is_none() {
-            let module = self.py.import("transformer_engine.pytorch.tensor.float8_tensor")?;
-            self.quantized = Some(QuantizedClasses {
-                quantized: module.getattr("QuantizedTensor")?,
-                fp8: module.getattr("Float8Tensor")?,
-                delayed: module.getattr("Float8Quantizer")?,
-                dtypes: Vec::new(),
-            });
-        }
-        self.quantized.as_mut().ok_or_else(|| PyRuntimeError::new_err("the classes were not found"))
-    }
-
-    /// Whether a tensor is one of Transformer Engine's quantized tensors.
-    pub fn is_quantized(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
-        tensor.is_instance(&self.quantized_classes()?.quantized)
-    }
-
-    /// The inside of a tensor if it is a Float8Tensor. RuntimeError if it has lost its quantizer.
-    pub fn fp8(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Fp8<'py>>> {
-        let py = self.py;
-        let classes = self.quantized_classes()?;
-        if !is_of(tensor, &classes.fp8)? {
-            return Ok(None);
-        }
-        let quantizer = tensor.getattr(intern!(py, "_quantizer"))?;
-        if quantizer.is_none() {
-            return Err(PyRuntimeError::new_err("FP8 quantizer data is not initialized."));
-        }
-        let dtype = classes.dtype(tensor.getattr(intern!(py, "_fp8_dtype"))?)?;
-        let delayed = is_of(&quantizer, &classes.delayed)?;
-        if !delayed && !quantizer.hasattr(intern!(py, "scale"))? {
-            return Ok(None);
-        }
-        Ok(Some(Fp8 {
-            data: tensor.getattr(intern!(py, "_data"))?,
-            dtype,
-            scale: quantizer.getattr(intern!(py, "scale"))?,
-            scale_inv: tensor.getattr(intern!(py, "_scale_inv"))?,
-            amax: quantizer.getattr(intern!(py, "amax"))?,
-            delayed,
-            transposed: !tensor.getattr(intern!(py, "_transpose"))?.is_none(),
-        }))
-    }
-
     /// Shape and device of a tensor whose elements are not its own: at no address.
     pub fn wrapper_view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
         let shape: Vec<i64> = tensor.getattr(intern!(self.py, "shape"))?.extract()?;
@@ -656,11 +564,6 @@ impl<'py> Reader<'py> {
     }
 }
 
-/// Whether an object is an instance of a class, which most are of the class itself.
-fn is_of(object: &Bound<'_, PyAny>, class: &Bound<'_, PyAny>) -> PyResult<bool> {
-    Ok(object.get_type().is(class) || object.is_instance(class)?)
-}
-
 /// How many references to an object there are.
 pub fn references(object: &Bound<'_, PyAny>) -> isize {
     // SAFETY: the object is live.
@@ -671,6 +574,24 @@ pub fn references(object: &Bound<'_, PyAny>) -> isize {
 pub fn borrowed_items(list: &Bound<'_, PyList>) -> impl Iterator<Item = u64> {
     // SAFETY: the list is live and has this item, which is not read.
     (0..list.len()).map(|index| unsafe { c::PyList_GetItem(list.as_ptr(), index as c::Py_ssize_t) } as u64)
+}
+
+/// The values of a dict under keys that are these very objects, kept alive by the dict as long as it is not changed; no
+/// code of Python's runs.
+///
+/// # Safety
+/// `dict` must be a live dict.
+pub unsafe fn borrowed_values<const N: usize>(dict: u64, keys: &[Bound<'_, PyString>; N]) -> [Option<u64>; N] {
+    let mut values = [None; N];
+    let mut position = 0;
+    let (mut key, mut value): (*mut c::PyObject, *mut c::PyObject) = (ptr::null_mut(), ptr::null_mut());
+    // SAFETY: the caller's promise; key and value are borrowed and used before anything else can run.
+    while unsafe { c::PyDict_Next(dict as *mut c::PyObject, &mut position, &mut key, &mut value) } != 0 {
+        if let Some(at) = keys.iter().position(|name| name.as_ptr() == key) {
+            values[at] = Some(value as u64);
+        }
+    }
+    values
 }
 
 /// Keys of a parameter's state.

@@ -14,8 +14,11 @@ use crate::python::prefetch::{self, STORAGE_WORDS, read};
 use crate::python::recall::{GradAt, Palette, Recall};
 use crate::threads::READERS;
 
-/// Objects that a row has room for: the tensors of an update, and what scales its three states.
-const PLACES: usize = ROLES + 3;
+/// Where a row has the factors of its three states, and what else scales its two moments: three each.
+pub const FACTORS: usize = ROLES;
+pub const INSIDES: usize = FACTORS + 3;
+/// Objects that a row has room for.
+const PLACES: usize = INSIDES + 2 * 3;
 /// Rows that a thread takes at once: what it asks for in advance fits its nearest cache.
 const CHUNK: usize = 8;
 /// Chunks from which on calling threads costs less than it saves.
@@ -49,8 +52,8 @@ pub struct Row {
     pub words: [u64; PLACES],
     /// The kinds that they should be of.
     pub kinds: [u32; PLACES],
-    /// Whether the parameter and its states are DTensors.
-    pub sharded: bool,
+    /// Which of them are DTensors, a bit for each place.
+    pub sharded: u32,
     /// Whether the gradient is one.
     pub grad_sharded: bool,
     /// What became of it.
@@ -125,7 +128,7 @@ impl Sight {
             row.found = Found::Known;
             for (place, word) in row.words.iter_mut().enumerate().filter(|(_, word)| **word != 0) {
                 // SAFETY: see above.
-                *word = unsafe { self.local(*word, row.sharded && place <= Role::Master as usize) }?;
+                *word = unsafe { self.local(*word, row.sharded >> place & 1 == 1) }?;
                 prefetch::object(*word);
             }
             if self.grads.is_some() {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from typing import Any
 
 import pytest
 import te_patches
@@ -23,6 +25,8 @@ COMBINATIONS = [
     Combination(FP32, FP32, "none", FP32, bias_correction=False, sharded=True),
     Combination(BF16, BF16, "remainder", BF16, sharded=True),
     Combination(BF16, BF16, "float32", FP16, bias_correction=False),
+    Combination(BF16, BF16, "float32", FP8, bias_correction=False, exp_avg_sq=FP16),
+    Combination(BF16, BF16, "float32", FP8, sharded=True),
 ]
 
 
@@ -52,8 +56,7 @@ def run_many(combination: Combination, shard) -> None:
         twin.step()
         recalled = te_patches.report(twin.mine)["groups"][0]["recalled"]
         # Two steps make states and see them; gradients that come back are of a kind that was noted.
-        if combination.exp_avg != FP8:
-            assert recalled >= (COUNT - 80 if step > 1 else 0), "parameters that are as they were are read in full"
+        assert recalled >= (COUNT - 80 if step > 1 else 0), "parameters that are as they were are read in full"
         change(twin, choice.sample(range(COUNT), 25))
     fault(twin)
 
@@ -82,9 +85,101 @@ def test_cpu_many_parameters_that_change(combination, shard):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("combination", [*COMBINATIONS, Combination(BF16, BF16, "float32", FP8)], ids=str)
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
 def test_gpu_many_parameters_that_change(combination, shard):
     run_many(combination, shard)
+
+
+def change_data(tensor: Any) -> None:
+    tensor._data = tensor._data.clone()
+
+
+def change_scale_inv(tensor: Any) -> None:
+    tensor._scale_inv = tensor._scale_inv.clone()
+
+
+def change_quantizer(tensor: Any) -> None:
+    tensor._quantizer = tensor._quantizer.copy()
+    tensor._quantizer.scale, tensor._quantizer.amax = tensor._quantizer.scale.clone(), tensor._quantizer.amax.clone()
+
+
+def change_class(tensor: Any) -> None:
+    """A quantizer whose scale is its own affair."""
+
+    def moved(self: Any, value: Any = None) -> Any:
+        if value is not None:
+            self.elsewhere = value
+        return self.elsewhere
+
+    quantizer = tensor._quantizer
+    scale = quantizer.__dict__.pop("scale")
+    quantizer.__class__ = type("Moved", (type(quantizer),), {"scale": property(moved, moved)})
+    quantizer.scale = scale
+
+
+def keep_transpose(tensor: Any) -> None:
+    tensor._transpose, tensor._transpose_invalid = tensor._data.t().contiguous(), False
+
+
+# And whether the state is read in full from then on.
+CHANGES = {
+    change_data: False,
+    change_scale_inv: False,
+    change_quantizer: False,
+    change_class: True,
+    keep_transpose: True,
+}
+
+
+@NEWEST
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "dtensor"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_the_inside_of_an_fp8_state_is_read_at_every_step(change, wrapped, shard):
+    te_patches.apply(kernels="native")
+    shapes = [((4, 6), 0)] * 20
+    combination = Combination(BF16, BF16, "float32", FP8, bias_correction=False, sharded=wrapped)
+    twin = Twin(combination, shapes=shapes, groups=1, wrap=shard if wrapped else lambda tensor: tensor)
+    for step in range(6):
+        twin.fill_gradients()
+        twin.step()
+        assert gc.isenabled(), "the collector of garbage was left stopped"
+        report = te_patches.report(twin.mine)["groups"][0]
+        assert report["recalled"] == (0 if step == 0 else 19 if step > 2 and CHANGES[change] else 20)
+        if step == 2:
+            for optimizer, params in zip(twin.optimizers, twin.params, strict=True):
+                state = optimizer.state[params[7]]["exp_avg_sq"]
+                change(getattr(state, "_local_tensor", state))
+    if change is keep_transpose:
+        state = twin.mine.state[twin.params[0][7]]["exp_avg_sq"]
+        assert getattr(state, "_local_tensor", state)._transpose_invalid, "the transposed copy is out of date"
+
+
+@NEWEST
+def test_classes_of_fp8_tensors_with_ways_of_their_own_are_asked(monkeypatch):
+    """The optimizer's state of a tensor is what its attributes say, not what its dict holds."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    te_patches.apply(kernels="native")
+    combination = Combination(BF16, BF16, "float32", FP8, bias_correction=False)
+    twin = Twin(combination, shapes=[((4, 6), 0)] * 20, groups=1)
+    for _ in range(3):
+        twin.fill_gradients()
+        twin.step()
+    quantizers = {state._quantizer for state in twin.states(0, "exp_avg")}
+    others = {quantizer: quantizer.__dict__.pop("amax") for quantizer in quantizers}
+    for quantizer in quantizers:
+        quantizer.__dict__["amax"] = torch.full_like(others[quantizer], -1.0)
+    prop = property(lambda self: others.get(self, self.__dict__["amax"]))
+    monkeypatch.setattr(Float8Quantizer, "amax", prop, raising=False)
+    twin.fill_gradients()
+    twin.mine.step()
+    assert te_patches.report(twin.mine)["groups"][0]["recalled"] == 0
+    monkeypatch.undo()
+    assert all(float(quantizer.amax) == -1.0 for quantizer in quantizers), "the dict's was written"
+    for quantizer in quantizers:
+        quantizer.__dict__["amax"] = others[quantizer]
+    twin.stock_step(twin.stock, None, None)
+    twin.compare()
 
 
 class Own(torch.nn.Parameter):
