@@ -14,6 +14,7 @@ CASES = {
     "dtensor-bf16-remainder": "DTensor bf16 + int16 remainder",
     "dtensor-bf16-master": "DTensor bf16 + fp32 master",
     "dtensor-fp32": "DTensor fp32",
+    "plain-fp32": "plain fp32",
     "plain-bf16-remainder": "plain bf16 + remainder",
     "plain-bf16-remainder-bf16-moments": "plain bf16 + remainder, bf16 moments",
     "plain-bf16-fp16-moments": "plain bf16 + master, fp16 moments (two passes)",

@@ -3,18 +3,15 @@
     python benches/step.py --out benches/results/step-h200.json
     python benches/step.py --tensors 10 --elements 4096        (anywhere, on CPU kernels)
 
-What the columns mean: te_patches._bench.
+What the columns mean: te_patches._bench; the rivals and how to install them: rivals.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import te_patches.cpu
-import torch
 from rich.console import Console
 from rich.progress import track
 from te_patches import _bench as bench
@@ -22,30 +19,13 @@ from te_patches import _bench as bench
 if not bench.CUDA:
     te_patches.cpu.enable()
 
-from python_plan import PythonPlan
+from rivals import RIVALS
 from rows import Rows
 from rows import options as row_options
 
-
-def python_plan(model: bench.Model, options: dict[str, Any]) -> Callable[[], object]:
-    """A plan in Python over Transformer Engine's kernels."""
-    if options not in ({}, bench.REMAINDER, bench.MASTER, bench.REMAINDER | bench.BF16_MOMENTS):
-        raise bench.Skipped("the original hands this back to stock")
-    te_patches.revert()
-    return PythonPlan(bench.optimizer_of(model, options)).step
-
-
-def torch_fused(model: bench.Model, options: dict[str, Any]) -> Callable[[], object]:
-    """torch's own fused AdamW: of bf16 parameters it keeps bf16 states and no master."""
-    if options not in ({}, bench.REMAINDER, bench.MASTER):
-        raise bench.Skipped("torch has no such states")
-    return torch.optim.AdamW(model.params, fused=True, **bench.ARGUMENTS).step
-
-
 TIERS: dict[str, bench.Maker] = {
     "stock": bench.stock,
-    "python-plan": python_plan,
-    "torch-fused": torch_fused,
+    **RIVALS,
     "replay": bench.patched("replay"),
     "native": bench.patched("native"),
 }

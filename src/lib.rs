@@ -4,7 +4,7 @@
 //! `tensor`, `options` (plain data) → `plan` (which launches a step makes), `loader` (which copies a load makes) →
 //! `cpu`, `gpu` (running them) → `python` (reading Python objects, the classes that Python sees).
 //! `unsafe` lives in `cpu::{kernels, scaling, casts}` (elements at tensors' addresses), `gpu::{nvrtc, driver, ring}`
-//! (foreign calls, copies) and `python::{reader, shim, recall, sweep, prefetch}` (Python objects); `gpu::kernels` and
+//! (foreign calls, copies) and `python::{reader, quantized, shim, recall, sweep, prefetch}` (Python objects); `gpu::kernels` and
 //! `python::{again, device, early, moves}` hand addresses on. `threads` are those of `cpu` and of `python::sweep`.
 
 pub mod cpu;

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[torch.dtype, bool, dict[str, Any], int, int | None]] = {
     "dtensor-bf16-remainder": (BF16, True, REMAINDER, 26, None),
     "dtensor-bf16-master": (BF16, True, MASTER, 28, None),
     "dtensor-fp32": (FP32, True, {}, 28, None),
+    "plain-fp32": (FP32, False, {}, 28, None),
     "plain-bf16-remainder": (BF16, False, REMAINDER, 26, None),
     "plain-bf16-remainder-bf16-moments": (BF16, False, REMAINDER | BF16_MOMENTS, 18, None),
     "plain-bf16-fp16-moments": (BF16, False, MASTER | FP16_MOMENTS, 20, None),
@@ -93,7 +94,7 @@ class Model:
 
     def __init__(self, dtype: torch.dtype, sharded: bool, sizes: Sequence[int]) -> None:
         self.wrap = self._shard if sharded else lambda tensor: tensor
-        self.dtype, self.sizes = dtype, sizes
+        self.dtype, self.sharded, self.sizes = dtype, sharded, sizes
         self.params = [torch.nn.Parameter(self.wrap(self._random(size))) for size in sizes]
 
     def _random(self, size: int) -> Any:

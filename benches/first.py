@@ -1,0 +1,80 @@
+"""The first step of a process: what planning, compiling, loading and proving a kernel takes.
+
+    python benches/first.py --out benches/results/first-h200.json
+
+Each row is a new process whose states were made before: ms of the first step and of the second one, until the device is
+done. "cold": nothing in the kernels' cache; "cached": what the row before left there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import te_patches
+import te_patches.cpu
+from rich.console import Console
+from rich.table import Table
+from rows import Rows
+from rows import options as row_options
+from te_patches import _bench as bench
+from te_patches import _releases
+
+TIERS = {"stock": ("stock", 1), "cold": ("native", 1), "cached": ("native", 3)}
+"""Tier and processes; medians of several."""
+
+
+def first(tier: str, case: str, tensors: int, elements: int) -> dict[str, float]:
+    """ms of this process's first and second step."""
+    dtype, sharded, options, _, fixed = bench.CASES[case]
+    if tier != "stock":
+        te_patches.apply(kernels=tier)  # type: ignore[arg-type]
+    model = bench.Model(dtype, sharded, [fixed or elements] * tensors)
+    model.fill()
+    optimizer = _releases.import_fused_adam().FusedAdam(model.params, **bench.ARGUMENTS, **options)
+    for param in model.params:
+        optimizer.initialize_state(param, optimizer.store_param_remainders)
+    times = [bench.timed(optimizer.step)[1] for _ in range(2)]
+    return {"first_ms": times[0], "second_ms": times[1]}
+
+
+@click.command(help=__doc__)
+@click.option("--tensors", default=1000, show_default=True, help="parameters")
+@click.option("--elements", default=1 << 16, show_default=True, help="elements of each")
+@click.option("--case", "cases", multiple=True, type=click.Choice(list(bench.CASES)), help="only these")
+@click.option("--in-this-process", "here", hidden=True)
+@row_options
+def main(
+    tensors: int, elements: int, cases: tuple[str, ...], here: str | None, revision: str | None, out: Path | None
+) -> None:
+    if not bench.CUDA:
+        te_patches.cpu.enable()
+    if here:
+        print(json.dumps(first(here, cases[0], tensors, elements)))
+        return
+    rows, table = Rows(revision, out), Table("case", "process", "first ms", "second ms")
+    for case in cases or ("dtensor-bf16-remainder", "plain-bf16-fp16-moments"):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, (tier, processes) in TIERS.items():
+                size = ["--tensors", str(tensors), "--elements", str(elements)]
+                command = [sys.executable, __file__, "--in-this-process", tier, "--case", case, *size]
+                found: list[dict[str, Any]] = []
+                for _ in range(processes):
+                    environment = os.environ | {"TE_PATCHES_CACHE": folder}
+                    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+                    found.append(json.loads(ran.stdout.splitlines()[-1]))
+                found.sort(key=lambda times: times["first_ms"])
+                median = found[len(found) // 2]
+                rows.add({"case": case, "process": name, "tensors": tensors, "elements": elements} | median)
+                table.add_row(case, name, *(f"{value:.1f}" for value in median.values()))
+    Console(width=140).print(f"{rows.about['gpu']}, TE {rows.about['te']}, torch {rows.about['torch']}", table)
+
+
+if __name__ == "__main__":
+    main()
