@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from readme_table import CASES
+from tables import CASES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benches" / "results"

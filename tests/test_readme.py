@@ -26,11 +26,14 @@ def test_ci_runs_the_readmes_second_command():
     assert commands[1] == (ROOT / ".ci" / "run").read_text().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("name", "function"), [("figures", "table"), ("loads", "loads")])
-def test_the_figures_are_those_of_the_committed_results(name, function):
-    shown = re.search(rf"<!-- {name}:begin -->\n(.*)\n<!-- {name}:end -->", README, flags=re.S)
-    assert shown, "run benches/readme_table.py"
-    assert shown.group(1) == runpy.run_path(str(ROOT / "benches" / "readme_table.py"))[function]()
+TABLES = runpy.run_path(str(ROOT / "benches" / "tables.py"))["TABLES"]
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, tables in TABLES.items() for name in tables])
+def test_the_figures_are_those_of_the_committed_results(file, name):
+    shown = re.search(rf"<!-- {name}:begin -->\n(.*)\n<!-- {name}:end -->", (ROOT / file).read_text(), flags=re.S)
+    assert shown, "run benches/tables.py"
+    assert shown.group(1) == TABLES[file][name]()
 
 
 def test_files_named_in_the_map_exist():

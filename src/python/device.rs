@@ -102,8 +102,7 @@ impl<'py> Run<'py> {
         if !part.has_work() {
             return Ok(());
         }
-        let before = bucket.tables[..table].iter().map(Table::len).sum::<usize>() + begun;
-        let header = Header { found: self.address + (FOUND_BYTES * before) as u64, ..*header };
+        let header = Header { found: self.found(bucket, table, begun), ..*header };
         // SAFETY: the caller's promise.
         unsafe { self.launch(py, bucket, &part, &header, true) }
     }
@@ -113,18 +112,21 @@ impl<'py> Run<'py> {
     /// # Safety
     /// The addresses in the bucket's tables must be those of live tensors, read by the reader in this step.
     pub unsafe fn finish(mut self, py: Python<'_>, bucket: &Bucket, header: &Header) -> PyResult<u64> {
-        let mut header = Header { found: self.address, ..*header };
-        for (index, table) in bucket.tables.iter().enumerate() {
-            if table.has_work() {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    self.begin(py, bucket, index, table.len(), &header)?;
-                    self.launch(py, bucket, table, &header, false)?;
-                }
+        for (index, table) in bucket.tables.iter().enumerate().filter(|(_, table)| table.has_work()) {
+            let header = Header { found: self.found(bucket, index, 0), ..*header };
+            // SAFETY: the caller's promise.
+            unsafe {
+                self.begin(py, bucket, index, table.len(), &header)?;
+                self.launch(py, bucket, table, &header, false)?;
             }
-            header.found += (FOUND_BYTES * table.len()) as u64;
         }
         Ok(self.launches)
+    }
+
+    /// Where the first pass leaves what it finds from one of a table's tensors on.
+    fn found(&self, bucket: &Bucket, table: usize, tensor: usize) -> u64 {
+        let before = bucket.tables[..table].iter().map(Table::len).sum::<usize>() + tensor;
+        self.address + (FOUND_BYTES * before) as u64
     }
 
     /// Launches one pass over a table on the device of its bucket.
