@@ -11,7 +11,7 @@ use crate::python::group::GroupReader;
 use crate::python::prefetch::{AHEAD, Checked};
 use crate::python::quantized::Insides;
 use crate::python::reader::{borrowed_entries, borrowed_items};
-use crate::python::sweep::{FACTORS, Found, INSIDES, Memory, Row, Sight, Sweep};
+use crate::python::sweep::{FACTORS, Found, INSIDES, Memory, Row, SCALED, Sight, Sweep, UNSCALED};
 use crate::tensor::Dtype;
 
 /// States in the order in which they are read.
@@ -26,7 +26,8 @@ pub struct Buffers {
     pub done: Vec<bool>,
     /// How many parameters were as they were.
     pub recalled: usize,
-    rows: Memory,
+    rows: Memory<UNSCALED>,
+    scaled_rows: Memory<SCALED>,
 }
 
 impl Buffers {
@@ -43,6 +44,19 @@ impl Buffers {
 impl<'py> GroupReader<'_, 'py> {
     /// Reads the parameters that are as they were; the others are left.
     pub fn read_again(&mut self, params: &Bound<'py, PyList>) -> PyResult<()> {
+        if self.switches.scales_states() {
+            self.read_rows(params, |buffers| &mut buffers.scaled_rows)
+        } else {
+            self.read_rows(params, |buffers| &mut buffers.rows)
+        }
+    }
+
+    /// The same with rows of one length.
+    fn read_rows<const PLACES: usize>(
+        &mut self,
+        params: &Bound<'py, PyList>,
+        memory: fn(&mut Buffers) -> &mut Memory<PLACES>,
+    ) -> PyResult<()> {
         let Some(recall) = self.reader.recall().filter(|_| self.trails.any_checked()) else { return Ok(()) };
         let grads = recall.grads().filter(|_| !self.switches.decoupled_grad);
         // Where torch or the user has to be asked for gradients, that comes first: it may run code of Python's.
@@ -51,7 +65,7 @@ impl<'py> GroupReader<'_, 'py> {
         let insides = if fp8 { self.reader.insides(params.py())? } else { None };
         let sight = Sight { recall, grads, classes: self.reader.known_classes(), palette: self.kinds.palette() };
         let count = self.buffers.done.len();
-        let mut sweep = Sweep::new(sight, count, &mut self.buffers.rows);
+        let mut sweep = Sweep::new(sight, count, memory(self.buffers));
         for (index, param) in borrowed_items(params).enumerate().take(count) {
             self.trails.prefetch_dicts(index + 2 * AHEAD);
             let address = |grad: &Bound<'py, PyAny>| grad.as_ptr() as u64;
@@ -66,8 +80,9 @@ impl<'py> GroupReader<'_, 'py> {
                 unsafe { sweep.push(Row { grad: grad.unwrap_or(0), ..row }) };
             }
         }
-        let (Buffers { works, done, recalled, rows }, trails) = (&mut *self.buffers, &*self.trails);
-        sweep.finish(rows, |row| {
+        let mut rows = std::mem::take(memory(self.buffers));
+        let (Buffers { works, done, recalled, .. }, trails) = (&mut *self.buffers, &*self.trails);
+        sweep.finish(&mut rows, |row| {
             let index = row.index as usize;
             works[index] = match (row.found, trails.checked(index)) {
                 (Found::Idle, _) => None,
@@ -77,6 +92,7 @@ impl<'py> GroupReader<'_, 'py> {
             done[index] = true;
             *recalled += 1;
         });
+        *memory(self.buffers) = rows;
         Ok(())
     }
 
@@ -91,9 +107,14 @@ impl<'py> GroupReader<'_, 'py> {
     }
 
     /// The objects of a parameter and the kinds that they should be of; `None` if it is to be read in full.
-    fn row(&mut self, index: usize, param: u64, insides: Option<&Insides<'py>>) -> Option<Row> {
+    fn row<const PLACES: usize>(
+        &mut self,
+        index: usize,
+        param: u64,
+        insides: Option<&Insides<'py>>,
+    ) -> Option<Row<PLACES>> {
         let state = self.state(param)?;
-        let mut row = Row { index: index as u32, param, ..Row::default() };
+        let mut row = Row { index: index as u32, param, ..Row::EMPTY };
         let Some(Checked { signature, sharded, grad_sharded }) = self.trails.checked(index) else {
             // It had no gradient; if it still has none, nothing is left to read.
             return Some(row);
@@ -116,7 +137,7 @@ impl<'py> GroupReader<'_, 'py> {
         row.kinds[Role::Grad as usize] = self.trails.grad_kind(index);
         let mut kinds = self.trails.kinds(index);
         let mut expect = |place: usize, object, sharded: bool| {
-            (row.words[place], row.kinds[place]) = (object, kinds.next()?);
+            (*row.words.get_mut(place)?, *row.kinds.get_mut(place)?) = (object, kinds.next()?);
             row.sharded |= u32::from(sharded) << place;
             Some(())
         };
@@ -148,10 +169,10 @@ impl<'py> GroupReader<'_, 'py> {
 }
 
 /// The work of a row that is known; none without elements.
-fn work(row: &Row, signature: Signature) -> Option<Work> {
+fn work<const PLACES: usize>(row: &Row<PLACES>, signature: Signature) -> Option<Work> {
     let mut scaling: Option<Box<[Scaling; ROLES]>> = None;
     for (at, role) in STATES.into_iter().enumerate() {
-        let factor = row.words[FACTORS + at];
+        let factor = row.words.get(FACTORS + at).copied().unwrap_or(0);
         if factor != 0 {
             let inside = row.words.get(INSIDES + 3 * at..).and_then(|words| words.first_chunk()).copied();
             let [scale, scale_inv, amax] = inside.unwrap_or_default();

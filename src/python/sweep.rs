@@ -14,11 +14,12 @@ use crate::python::prefetch::{self, STORAGE_WORDS, read};
 use crate::python::recall::{GradAt, Palette, Recall};
 use crate::threads::READERS;
 
-/// Where a row has the factors of its three states, and what else scales its two moments: three each.
+/// Where a row of scaled states has their factors, and what else scales its two moments: three each.
 pub const FACTORS: usize = ROLES;
 pub const INSIDES: usize = FACTORS + 3;
-/// Objects that a row has room for.
-const PLACES: usize = INSIDES + 2 * 3;
+/// Objects that a row has room for: rows travel between cores, so those without scaled states are short.
+pub const UNSCALED: usize = ROLES;
+pub const SCALED: usize = INSIDES + 2 * 3;
 /// Rows that a thread takes at once: what it asks for in advance fits its nearest cache.
 const CHUNK: usize = 8;
 /// Chunks from which on calling threads costs less than it saves.
@@ -39,8 +40,8 @@ pub enum Found {
 }
 
 /// The tensors of one parameter.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Row {
+#[derive(Clone, Copy, Debug)]
+pub struct Row<const PLACES: usize> {
     /// Which parameter.
     pub index: u32,
     /// Its Python object.
@@ -60,9 +61,21 @@ pub struct Row {
     pub found: Found,
 }
 
-impl Row {
+impl<const PLACES: usize> Row<PLACES> {
+    /// A row of no parameter.
+    pub const EMPTY: Row<PLACES> = Row {
+        index: 0,
+        param: 0,
+        grad: 0,
+        words: [0; PLACES],
+        kinds: [0; PLACES],
+        sharded: 0,
+        grad_sharded: false,
+        found: Found::Unknown,
+    };
+
     fn give_up(&mut self) {
-        *self = Row { index: self.index, ..Row::default() };
+        *self = Row { index: self.index, ..Row::EMPTY };
     }
 }
 
@@ -114,7 +127,7 @@ impl Sight {
     ///
     /// # Safety
     /// All objects must be live.
-    unsafe fn look(&self, rows: &mut [Row]) {
+    unsafe fn look<const PLACES: usize>(&self, rows: &mut [Row<PLACES>]) {
         let at = self.recall.record_at();
         for row in rows.iter() {
             row.words.iter().chain([&row.param, &row.grad]).filter(|&&object| object != 0).for_each(|&object| {
@@ -164,7 +177,7 @@ impl Sight {
                 // SAFETY: see above.
                 row.grad = unsafe { grads.record(row.grad) };
                 if row.grad == 0 {
-                    *row = Row { index: row.index, found: Found::Idle, ..Row::default() };
+                    *row = Row { index: row.index, found: Found::Idle, ..Row::EMPTY };
                 } else {
                     (row.words[Role::Param as usize] != 0).then_some(())?;
                     row.words[0] = row.grad;
@@ -224,7 +237,7 @@ impl Sight {
 }
 
 /// Gives up every row that does not pass; those that were given up or are idle are left out.
-fn each(rows: &mut [Row], pass: impl Fn(&mut Row) -> Option<()>) {
+fn each<const PLACES: usize>(rows: &mut [Row<PLACES>], pass: impl Fn(&mut Row<PLACES>) -> Option<()>) {
     for row in rows.iter_mut().filter(|row| row.param != 0) {
         if pass(row).is_none() {
             row.give_up();
@@ -233,21 +246,21 @@ fn each(rows: &mut [Row], pass: impl Fn(&mut Row) -> Option<()>) {
 }
 
 /// As `each`, of rows whose gradients are DTensors.
-fn sharded(rows: &mut [Row], pass: impl Fn(&mut Row) -> Option<()>) {
+fn sharded<const PLACES: usize>(rows: &mut [Row<PLACES>], pass: impl Fn(&mut Row<PLACES>) -> Option<()>) {
     each(rows, |row| if row.grad_sharded { pass(row) } else { Some(()) });
 }
 
 /// Rows to be found, by whoever has time.
-struct Task {
+struct Task<const PLACES: usize> {
     sight: Sight,
-    chunks: Vec<Mutex<[Row; CHUNK]>>,
+    chunks: Vec<Mutex<[Row<PLACES>; CHUNK]>>,
     /// Chunks that are filled, the next one that nobody has taken, and those that are done.
     ready: AtomicUsize,
     next: AtomicUsize,
     done: AtomicUsize,
 }
 
-impl Task {
+impl<const PLACES: usize> Task<PLACES> {
     /// Finds a chunk that is filled and that nobody has taken; says whether there was one.
     ///
     /// # Safety
@@ -265,22 +278,22 @@ impl Task {
 /// Keeps the memory of a group's rows from one step to the next: large blocks are not for the allocator, which tidies up
 /// after a whole forward and backward pass when it is asked for one.
 #[derive(Default)]
-pub struct Memory(Vec<Mutex<[Row; CHUNK]>>);
+pub struct Memory<const PLACES: usize>(Vec<Mutex<[Row<PLACES>; CHUNK]>>);
 
 /// Rows that are handed to whoever has time while more of them are made.
-pub struct Sweep {
-    task: Arc<Task>,
-    filling: [Row; CHUNK],
+pub struct Sweep<const PLACES: usize> {
+    task: Arc<Task<PLACES>>,
+    filling: [Row<PLACES>; CHUNK],
     filled: usize,
 }
 
-impl Sweep {
+impl<const PLACES: usize> Sweep<PLACES> {
     /// Begins to find the tensors of up to `rows` parameters.
-    pub fn new(sight: Sight, rows: usize, memory: &mut Memory) -> Sweep {
+    pub fn new(sight: Sight, rows: usize, memory: &mut Memory<PLACES>) -> Sweep<PLACES> {
         let mut chunks = std::mem::take(&mut memory.0);
-        chunks.resize_with(rows.div_ceil(CHUNK), Mutex::default);
+        chunks.resize_with(rows.div_ceil(CHUNK), || Mutex::new([Row::EMPTY; CHUNK]));
         let [ready, next, done] = [const { AtomicUsize::new(0) }; 3];
-        Sweep { task: Arc::new(Task { sight, chunks, ready, next, done }), filling: [Row::default(); CHUNK], filled: 0 }
+        Sweep { task: Arc::new(Task { sight, chunks, ready, next, done }), filling: [Row::EMPTY; CHUNK], filled: 0 }
     }
 
     /// Adds a row.
@@ -288,7 +301,7 @@ impl Sweep {
     /// # Safety
     /// Its objects must be live and stay so until this is finished or dropped: the interpreter's lock is held, and no code
     /// of Python's runs.
-    pub unsafe fn push(&mut self, row: Row) {
+    pub unsafe fn push(&mut self, row: Row<PLACES>) {
         self.filling[self.filled] = row;
         self.filled += 1;
         if self.filled == CHUNK {
@@ -300,7 +313,7 @@ impl Sweep {
         let at = self.task.ready.load(Ordering::Relaxed);
         *self.task.chunks[at].lock().unwrap_or_else(PoisonError::into_inner) = self.filling;
         self.task.ready.store(at + 1, Ordering::Release);
-        (self.filling, self.filled) = ([Row::default(); CHUNK], 0);
+        (self.filling, self.filled) = ([Row::EMPTY; CHUNK], 0);
         if at + 1 == WORTH_CALLING {
             let task = self.task.clone();
             READERS.call(move || {
@@ -315,7 +328,7 @@ impl Sweep {
     }
 
     /// Hands on the rows of which something became, and gives the memory back.
-    pub fn finish(mut self, memory: &mut Memory, mut each: impl FnMut(&Row)) {
+    pub fn finish(mut self, memory: &mut Memory<PLACES>, mut each: impl FnMut(&Row<PLACES>)) {
         if self.filled > 0 {
             self.publish();
         }
@@ -342,7 +355,7 @@ impl Sweep {
     }
 }
 
-impl Drop for Sweep {
+impl<const PLACES: usize> Drop for Sweep<PLACES> {
     fn drop(&mut self) {
         self.wait();
     }

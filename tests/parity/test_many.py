@@ -25,6 +25,7 @@ COMBINATIONS = [
     Combination(FP32, FP32, "none", FP32, bias_correction=False, sharded=True),
     Combination(BF16, BF16, "remainder", BF16, sharded=True),
     Combination(BF16, BF16, "float32", FP16, bias_correction=False),
+    Combination(BF16, BF16, "float16", FP32, bias_correction=False),
     Combination(BF16, BF16, "float32", FP8, bias_correction=False, exp_avg_sq=FP16),
     Combination(BF16, BF16, "float32", FP8, sharded=True),
 ]
