@@ -136,27 +136,35 @@ impl Update {
         let [grad, param, exp_avg, exp_avg_sq, master] = addresses.tensors;
         let [_, _, read_m, read_v, read_master] = factors.read;
         let [_, write_p, write_m, write_v, write_master] = factors.write;
+        // fp32 elements that are written are updated where they are, unless tensors share memory.
+        let apart = |a: u64, b: u64| a.abs_diff(b) >= (count * size_of::<f32>()) as u64;
+        let written = [param, exp_avg, exp_avg_sq, master];
+        let alone = (1..written.len()).all(|at| written[..at].iter().all(|&other| apart(written[at], other)));
+        let in_place = |dtype| write && alone && inv_scale.is_none() && dtype == Dtype::F32;
+        let value_is_param = matches!(variant.master, Master::None | Master::F16Idle);
         // SAFETY: by the caller's promise these addresses hold `start + count` elements of these types.
-        unsafe {
+        let (p, m, v) = unsafe {
             load(variant.grad, grad, start, 1.0, g);
-            load(variant.exp_avg, exp_avg, start, read_m, m);
-            load(variant.exp_avg_sq, exp_avg_sq, start, read_v, v);
-            match variant.master {
-                Master::None => load(variant.param, param, start, 1.0, p),
-                Master::F32 => load(Dtype::F32, master, start, 1.0, p),
-                Master::F16 => load(Dtype::F16, master, start, read_master, p),
+            let m = values(in_place(variant.exp_avg), variant.exp_avg, exp_avg, start, read_m, m);
+            let v = values(in_place(variant.exp_avg_sq), variant.exp_avg_sq, exp_avg_sq, start, read_v, v);
+            let p = match variant.master {
+                Master::None => values(in_place(variant.param), variant.param, param, start, 1.0, p),
+                Master::F32 => values(in_place(Dtype::F32), Dtype::F32, master, start, 1.0, p),
+                Master::F16 => values(false, Dtype::F16, master, start, read_master, p),
                 Master::F16Idle => {
-                    load(variant.param, param, start, 1.0, p);
                     load(Dtype::F16, master, start, read_master, idle);
+                    values(in_place(variant.param), variant.param, param, start, 1.0, p)
                 }
                 Master::Remainder => {
                     let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
                     for ((p, &high), &low) in p.iter_mut().zip(high.iter()).zip(low.iter()) {
                         *p = merge_remainder(high, low);
                     }
+                    p
                 }
-            }
-        }
+            };
+            (p, m, v)
+        };
         if let Some(inv_scale) = inv_scale {
             g.iter_mut().for_each(|g| *g *= inv_scale);
             // SAFETY: as above; a capturable step writes its gradients.
@@ -169,10 +177,14 @@ impl Update {
             found.raise(Role::Master, if variant.master == Master::F16Idle { idle } else { p });
             return;
         }
-        // SAFETY: as above.
+        // SAFETY: as above; what was updated where it is is not referred to again.
         unsafe {
-            store(variant.exp_avg, exp_avg, start, write_m, m);
-            store(variant.exp_avg_sq, exp_avg_sq, start, write_v, v);
+            if !in_place(variant.exp_avg) {
+                store(variant.exp_avg, exp_avg, start, write_m, m);
+            }
+            if !in_place(variant.exp_avg_sq) {
+                store(variant.exp_avg_sq, exp_avg_sq, start, write_v, v);
+            }
             if variant.master == Master::Remainder {
                 let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
                 for ((high, low), &p) in high.iter_mut().zip(low.iter_mut()).zip(p.iter()) {
@@ -180,12 +192,14 @@ impl Update {
                 }
                 return;
             }
-            store(variant.param, param, start, write_p, p);
+            if !(value_is_param && in_place(variant.param)) {
+                store(variant.param, param, start, write_p, p);
+            }
             match variant.master {
-                Master::F32 => store(Dtype::F32, master, start, 1.0, p),
+                Master::F32 if !in_place(Dtype::F32) => store(Dtype::F32, master, start, 1.0, p),
                 Master::F16 => store(Dtype::F16, master, start, write_master, p),
                 Master::F16Idle => store(Dtype::F16, master, start, write_master, idle),
-                Master::None | Master::Remainder => {}
+                Master::None | Master::F32 | Master::Remainder => {}
             }
         }
         if variant.scaled(Role::Param) != Scaled::No {
@@ -201,6 +215,28 @@ impl Update {
 unsafe fn elements<'a, T>(address: u64, start: usize, count: usize) -> &'a mut [T] {
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts_mut((address as *mut T).add(start), count) }
+}
+
+/// fp32 elements where they are, or others widened into a buffer.
+///
+/// # Safety
+/// As for [`elements`].
+unsafe fn values(
+    in_place: bool,
+    dtype: Dtype,
+    address: u64,
+    start: usize,
+    factor: f32,
+    buffer: &mut [f32],
+) -> &mut [f32] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if in_place {
+            return elements(address, start, buffer.len());
+        }
+        load(dtype, address, start, factor, buffer);
+    }
+    buffer
 }
 
 /// Widens elements to fp32 and multiplies them by what they were divided by.
