@@ -3,7 +3,8 @@
     python benches/first.py --out benches/results/first-h200.json
 
 Each row is a new process whose states were made before: ms of the first step and of the second one, until the device is
-done. "cold": nothing in the kernels' cache; "cached": what the row before left there.
+done. "cold": nothing in the kernels' cache; "cached": what the row before left there. The processes start together and
+step one after the other.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import click
 import te_patches
@@ -30,6 +31,29 @@ TIERS = {"stock": ("stock", 1), "cold": ("native", 1), "cached": ("native", 3)}
 """Tier and processes; medians of several."""
 
 
+READY = "ready to step"
+
+
+def start(arguments: list[str], cache: str) -> subprocess.Popen[str]:
+    """A process that makes states and then waits."""
+    command, environment = [sys.executable, __file__, *arguments], os.environ | {"TE_PATCHES_CACHE": cache}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def ready(processes: Iterable[subprocess.Popen[str]]) -> None:
+    """Waits until all of them wait."""
+    for process in processes:
+        if not any(line.strip() == READY for line in iter(process.stdout.readline, "")):  # type: ignore[union-attr]
+            raise RuntimeError(f"it did not get so far: {process.args}")
+
+
+def step(process: subprocess.Popen[str]) -> dict[str, float]:
+    """Lets one of them step; ms of its first and second step."""
+    out, _ = process.communicate("\n")
+    found: dict[str, float] = json.loads(out.splitlines()[-1])
+    return found
+
+
 def first(tier: str, case: str, tensors: int, elements: int) -> dict[str, float]:
     """ms of this process's first and second step."""
     dtype, sharded, options, _, fixed = bench.CASES[case]
@@ -40,6 +64,9 @@ def first(tier: str, case: str, tensors: int, elements: int) -> dict[str, float]
     optimizer = _releases.import_fused_adam().FusedAdam(model.params, **bench.ARGUMENTS, **options)
     for param in model.params:
         optimizer.initialize_state(param, optimizer.store_param_remainders)
+    bench.synchronize()
+    print(READY, flush=True)
+    input()
     times = [bench.timed(optimizer.step)[1] for _ in range(2)]
     return {"first_ms": times[0], "second_ms": times[1]}
 
@@ -61,15 +88,14 @@ def main(
     rows, table = Rows(revision, out), Table("case", "process", "first ms", "second ms")
     for case in cases or ("dtensor-bf16-remainder", "plain-bf16-fp16-moments"):
         with tempfile.TemporaryDirectory() as folder:
-            for name, (tier, processes) in TIERS.items():
-                size = ["--tensors", str(tensors), "--elements", str(elements)]
-                command = [sys.executable, __file__, "--in-this-process", tier, "--case", case, *size]
-                found: list[dict[str, Any]] = []
-                for _ in range(processes):
-                    environment = os.environ | {"TE_PATCHES_CACHE": folder}
-                    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-                    found.append(json.loads(ran.stdout.splitlines()[-1]))
-                found.sort(key=lambda times: times["first_ms"])
+            size = ["--tensors", str(tensors), "--elements", str(elements)]
+            waiting = {
+                name: [start(["--in-this-process", tier, "--case", case, *size], folder) for _ in range(processes)]
+                for name, (tier, processes) in TIERS.items()
+            }
+            ready(one for processes in waiting.values() for one in processes)
+            for name, processes in waiting.items():
+                found = sorted((step(one) for one in processes), key=lambda times: times["first_ms"])
                 median = found[len(found) // 2]
                 rows.add({"case": case, "process": name, "tensors": tensors, "elements": elements} | median)
                 table.add_row(case, name, *(f"{value:.1f}" for value in median.values()))

@@ -23,18 +23,17 @@ def save(figure: Any, name: str, row: dict[str, Any]) -> None:
 
 
 def steps() -> None:
-    """A step of every case: stock, the Python plan, patched, and the floor."""
+    """A step of every case: stock, patched, and the floor."""
     rows = json.loads((RESULTS / "step-h200.json").read_text())
     found = {(row["case"], row["tier"]): row for row in rows}
     figure, axes = plt.subplots(figsize=(8, 6))
-    tiers = {"stock": "Transformer Engine", "python-plan": "Python plan", "native": "te_patches"}
-    colours = {"stock": "#9aa0a6", "python-plan": "#c9b26d", "native": "#2a7d4f"}
+    tiers = {"stock": ("Transformer Engine", "#9aa0a6"), "native": ("te_patches", "#2a7d4f")}
     cases = {case: label for case, label in CASES.items() if (case, "native") in found}
     for at, case in enumerate(cases):
-        for place, tier in enumerate(tiers):
+        for place, (tier, (label, colour)) in enumerate(tiers.items()):
             if row := found.get((case, tier)):
-                height = at + 0.27 * (place - 1)
-                axes.barh(height, row["step_ms"], 0.25, color=colours[tier], label=tiers[tier] if at == 0 else None)
+                height = at + 0.4 * (place - 0.5)
+                axes.barh(height, row["step_ms"], 0.38, color=colour, label=label if at == 0 else None)
                 axes.text(row["step_ms"] * 1.03, height, f"{row['step_ms']:.1f}", va="center", fontsize=6)
         floor = found[case, "native"]["floor_ms"]
         axes.plot([floor, floor], [at - 0.42, at + 0.42], color="black", label="bytes / copy rate" if at == 0 else None)

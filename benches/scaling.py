@@ -4,7 +4,7 @@
     python benches/scaling.py --largest 1000000        (anywhere, on CPU kernels)
 
 bf16 parameters with int16 remainders, AdamW: 26 bytes an element. "tensors": 10 to 100,000 tensors of 64 elements (up
-to 10,000 DTensors, which torch takes a while to make).
+to 10,000 DTensors, whose states Transformer Engine takes a while to make).
 "elements": one tensor of 1 Ki to 2 Gi + 8 elements. Then 21,000 tensors of one element; the shards that one of 512
 ranks has of DeepSeek-V3 (61 layers, 256 experts); those that one of 64 ranks has of twelve of its layers. What the
 columns mean: te_patches._bench.

@@ -47,18 +47,16 @@ def table() -> str:
     rows = results("step")
     found = {(row["case"], row["tier"]): row for row in rows}
     lines = [
-        "| parameters, states | step ms: stock | Python plan | patched | host ms: stock | patched "
+        "| parameters, states | step ms: stock | patched | host ms: stock | patched "
         "| kernels ms: stock | patched (of the floor) |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
     ]
     for case, label in CASES.items():
         if (case, "native") not in found:
             continue
         stock, native = found[case, "stock"], found[case, "native"]
-        plan = found.get((case, "python-plan"))
         columns = [
             f"{stock['step_ms']:.1f}",
-            f"{plan['step_ms']:.1f}" if plan else "",
             f"{native['step_ms']:.2f}",
             f"{stock['host_ms']:.1f}",
             f"{native['host_ms']:.2f}",
@@ -121,17 +119,17 @@ RIVALS = {
 
 
 def rivals() -> str:
-    """What somebody may use instead."""
+    """What somebody may use instead; some take no DTensors."""
     rows = results("rivals")
     found = {(row["case"], row["tier"]): row for row in rows}
-    cases = ("plain-fp32", "plain-bf16-remainder")
+    cases = {"dtensor-bf16-remainder": "DTensor bf16", "plain-fp32": "plain fp32", "plain-bf16-remainder": "plain bf16"}
 
     def cells(case: str, tier: str) -> list[str]:
         row = found.get((case, tier))
         return [f"{row[name]:.2f}" for name in ("step_ms", "host_ms", "kernel_ms")] if row else ["", "", ""]
 
     lines = [[label, *(cell for case in cases for cell in cells(case, tier))] for tier, label in RIVALS.items()]
-    heads = ["", "fp32: step ms", "host ms", "kernels ms", "bf16: step ms", "host ms", "kernels ms"]
+    heads = ["", *(head for name in cases.values() for head in (f"{name}: step ms", "host ms", "kernels ms"))]
     return f"{markdown(heads, lines)}\n\n{about(rows[0])}"
 
 

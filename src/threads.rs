@@ -5,7 +5,11 @@
 use std::sync::{Mutex, PoisonError};
 use std::thread::available_parallelism;
 
+use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
+
+/// Elements for which waking threads costs more than they save: some 30 microseconds of one thread's work.
+const ALONE: u64 = 1 << 15;
 
 /// Threads for one purpose.
 pub struct Pool {
@@ -28,12 +32,22 @@ impl Pool {
         Pool { threads, known: Mutex::new(None) }
     }
 
-    /// Runs `work`, whose parallel iterators use the pool.
-    pub fn install<R: Send>(&'static self, work: impl FnOnce() -> R + Send) -> R {
-        match self.pool() {
-            Some(pool) => pool.install(work),
-            // No thread could be started: rayon's own pool then runs on the calling one.
-            None => work(),
+    /// Calls `work` with each number below `count`, on several threads if that is worth it: there are `elements` in all.
+    /// Each thread has something of its own, made by `own`.
+    pub fn each<T>(
+        &'static self,
+        count: u64,
+        elements: u64,
+        own: impl Fn() -> T + Send + Sync,
+        work: impl Fn(&mut T, u64) + Send + Sync,
+    ) {
+        let pool = if elements < ALONE { None } else { self.pool() };
+        match pool {
+            Some(pool) => pool.install(|| (0..count).into_par_iter().for_each_init(own, work)),
+            None => {
+                let mut own = own();
+                (0..count).for_each(|number| work(&mut own, number));
+            }
         }
     }
 
@@ -69,7 +83,27 @@ mod tests {
     fn one_process_has_one_pool() {
         let first = KERNELS.pool().expect("threads");
         assert!(std::ptr::eq(first, KERNELS.pool().expect("threads")));
-        assert_eq!(KERNELS.install(rayon::current_num_threads), first.current_num_threads());
+    }
+
+    #[test]
+    fn each_number_is_worked_on_once_and_little_work_on_the_calling_thread() {
+        for elements in [ALONE - 1, ALONE] {
+            let (sender, receiver) = mpsc::channel();
+            KERNELS.each(
+                1000,
+                elements,
+                || sender.clone(),
+                |sender, number| {
+                    sender.send((number, std::thread::current().id())).expect("somebody listens");
+                },
+            );
+            drop(sender);
+            let (mut numbers, threads): (Vec<_>, Vec<_>) = receiver.iter().unzip();
+            numbers.sort_unstable();
+            assert_eq!(numbers, (0..1000).collect::<Vec<_>>());
+            let here = threads.iter().filter(|&&thread| thread == std::thread::current().id()).count();
+            assert_eq!(here, if elements < ALONE { 1000 } else { 0 });
+        }
     }
 
     #[test]

@@ -94,17 +94,21 @@ class Model:
 
     def __init__(self, dtype: torch.dtype, sharded: bool, sizes: Sequence[int]) -> None:
         self.wrap = self._shard if sharded else lambda tensor: tensor
+        self.specs: dict[int, Any] = {}
         self.dtype, self.sharded, self.sizes = dtype, sharded, sizes
         self.params = [torch.nn.Parameter(self.wrap(self._random(size))) for size in sizes]
 
     def _random(self, size: int) -> Any:
         return torch.randn(size, device=DEVICE).to(self.dtype)
 
-    @staticmethod
-    def _shard(local: Any) -> Any:
+    def _shard(self, local: Any) -> Any:
+        """A DTensor as FSDP2 makes them: those of one size share what says how they are sharded."""
         from torch.distributed.tensor import DTensor, Shard
 
-        return DTensor.from_local(local, mesh(), [Shard(0)], run_check=False)
+        size = local.numel()
+        if size not in self.specs:
+            self.specs[size] = DTensor.from_local(local, mesh(), [Shard(0)], run_check=False)._spec
+        return DTensor(local, self.specs[size], requires_grad=False)
 
     def fill(self, in_place: bool = False) -> None:
         if in_place:
@@ -203,6 +207,12 @@ def measure(maker: Maker, model: Model, options: dict[str, Any], steps: int, gra
     return {"host_ms": host_ms, "step_ms": step_ms, "kernel_ms": kernel_ms, "launches": launches}
 
 
+def command() -> str:
+    """How this was called; where files lie is no part of what was measured."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv]
+    return " ".join(["python", *(["-m", "te_patches"] if words[0] == "__main__.py" else words[:1]), *words[1:]])
+
+
 def setting() -> dict[str, str]:
     """Where, with what and how rows are measured."""
     return {
@@ -210,8 +220,8 @@ def setting() -> dict[str, str]:
         "te": _releases.probe(_releases.import_fused_adam()).version,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        # Where the rows are written is no part of what was measured.
-        "command": " ".join(["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]),
+        "te_patches": te_patches.__version__,
+        "command": command(),
     }
 
 

@@ -1,7 +1,5 @@
-//! UNSAFE: copies tensors in host memory from one storage to another with rayon. The rules are those of
+//! UNSAFE: copies tensors in host memory from one storage to another. The rules are those of
 //! `kernels/cast.cu`. Invariant: a block writes only the elements of its own chunk.
-
-use rayon::prelude::*;
 
 use crate::cpu::arithmetic::BLOCK;
 use crate::cpu::kernels::{load, store};
@@ -41,7 +39,7 @@ pub unsafe fn cast(copies: &[Copy]) {
 }
 
 unsafe fn verbatim(copy: &Copy) {
-    let work = |chunk| {
+    let work = |(): &mut (), chunk| {
         let (start, end) = (chunk * CHUNK, copy.numel.min((chunk + 1) * CHUNK));
         // SAFETY: the caller's promise; source and target are different buffers.
         unsafe {
@@ -50,7 +48,7 @@ unsafe fn verbatim(copy: &Copy) {
             std::ptr::copy_nonoverlapping(source.add(start), target.add(start), count);
         }
     };
-    KERNELS.install(|| (0..copy.numel.div_ceil(CHUNK)).into_par_iter().for_each(work));
+    KERNELS.each(copy.numel.div_ceil(CHUNK), copy.numel, || (), work);
 }
 
 /// Calls `visit(start, values)` with the fp32 values of every block.
@@ -58,13 +56,12 @@ unsafe fn verbatim(copy: &Copy) {
 /// # Safety
 /// As for [`cast`].
 unsafe fn blocks(copy: &Copy, read: f32, visit: impl Fn(usize, &[f32]) + Sync) {
-    let work = |block| {
-        let mut values = [0.0; BLOCK];
+    let work = |values: &mut [f32; BLOCK], block| {
         let start = block as usize * BLOCK;
         let values = &mut values[..BLOCK.min(copy.numel as usize - start)];
         // SAFETY: the caller's promise.
         unsafe { load(copy.cast.source, copy.source, start, read, values) };
         visit(start, values);
     };
-    KERNELS.install(|| (0..copy.numel.div_ceil(BLOCK as u64)).into_par_iter().for_each(work));
+    KERNELS.each(copy.numel.div_ceil(BLOCK as u64), copy.numel, || [0.0; BLOCK], work);
 }

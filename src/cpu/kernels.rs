@@ -1,9 +1,8 @@
-//! UNSAFE: runs a table on host memory with rayon. The one place that makes slices from tensors' addresses.
+//! UNSAFE: runs a table on host memory. The one place that makes slices from tensors' addresses.
 //! Invariant: a block reads and writes only the elements of its own chunk.
 
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainder, split_remainder};
 use crate::cpu::fp8::{narrow_e4m3, narrow_e5m2, widen_e4m3};
@@ -84,7 +83,8 @@ impl Update {
             .enumerate()
             .flat_map(|(tensor, (numel, ..))| (0..numel.div_ceil(CHUNK)).map(move |chunk| (tensor, chunk)))
             .collect();
-        let work = |scratch: &mut Scratch, (tensor, chunk): (usize, u64)| {
+        let work = |scratch: &mut Scratch, number: u64| {
+            let (tensor, chunk) = chunks[number as usize];
             let (numel, addresses, factors) = &tensors[tensor];
             let end = (*numel).min((chunk + 1) * CHUNK);
             let mut start = chunk * CHUNK;
@@ -97,7 +97,8 @@ impl Update {
                 start += count;
             }
         };
-        KERNELS.install(|| chunks.into_par_iter().for_each_init(Scratch::default, work));
+        let elements = tensors.iter().map(|(numel, ..)| numel).sum();
+        KERNELS.each(chunks.len() as u64, elements, Scratch::default, work);
         found
     }
 }
