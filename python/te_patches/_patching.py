@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from te_patches import _empty_shards, _load, _releases, _sharded_states, _step
+from te_patches import _empty_shards, _hooks, _load, _releases, _sharded_states, _step
 from te_patches._settings import Kernels, Switch, choose_kernels, choose_progress
 
 _log = logging.getLogger("te_patches")
@@ -170,8 +170,6 @@ def revert() -> None:
 
 
 def _patch_step(fused_adam: ModuleType, switch: Switch) -> Patch:
-    from torch.optim import Optimizer
-
     optimizer = fused_adam.FusedAdam
     original = vars(optimizer)["step"]
     # torch puts its hooks around the class's function when the first instance is built, and marks it.
@@ -181,9 +179,7 @@ def _patch_step(fused_adam: ModuleType, switch: Switch) -> Patch:
             f"FusedAdam.step was replaced by {original.__module__}.{original.__qualname__} before te_patches.apply(); "
             "call te_patches.apply() first"
         )
-    # Hooked by torch's own function and marked, so that torch adds no second layer and existing instances keep theirs.
-    replacement = Optimizer.profile_hook_step(_step.patched_step(stock, switch))
-    replacement.hooked = True
+    replacement = _hooks.hooked(_step.patched_step(stock, switch))
     target = f"{fused_adam.__name__}.FusedAdam.step"
     return Patch(target, "patched", "native plan and kernels", optimizer, "step", original, replacement)
 

@@ -64,7 +64,9 @@ def reaches(optimizer: Any) -> bool:
 
 
 def _run(optimizer: Any, plan: _core.Plan, switch: Switch, stock: Callable[..., Any], grad_scaler: Any) -> None:
-    kernels, served, done = switch.kernels, list[int](), set[str]()
+    kernels = switch.kernels
+    served: list[int] = []
+    done: set[str] = set()
     release = switch.release
     if switch.count_empty_groups and not release.counts_empty_groups:
         release = replace(release, counts_empty_groups=True)

@@ -41,9 +41,14 @@ struct Getter<'py> {
 
 impl<'py> Getter<'py> {
     /// The descriptor that `getattr(instance, name)` would call, if it takes precedence over the instance's dict.
-    fn find(class: &Bound<'py, PyType>, name: &str) -> PyResult<Option<Getter<'py>>> {
-        for base in class.getattr("__mro__")?.cast::<PyTuple>()?.iter() {
-            let Ok(descriptor) = base.getattr("__dict__")?.get_item(name) else { continue };
+    fn find(class: &Bound<'py, PyType>, name: &Bound<'py, PyString>) -> PyResult<Option<Getter<'py>>> {
+        for base in class.getattr(intern!(class.py(), "__mro__"))?.cast::<PyTuple>()?.iter() {
+            let attributes = base.getattr(intern!(base.py(), "__dict__"))?;
+            // Asked first, since to raise and drop an exception takes longer.
+            if !attributes.contains(name)? {
+                continue;
+            }
+            let descriptor = attributes.get_item(name)?;
             let kind = descriptor.get_type();
             // SAFETY: the class is live; slots of a static or heap type may be read since Python 3.10.
             let (get, set) = unsafe {
@@ -94,6 +99,8 @@ pub struct Torch {
     /// The module that knows whether torch's profiler runs.
     profiler: Py<PyAny>,
     disable_torch_function: Py<PyAny>,
+    /// The modules that are imported by now.
+    modules: Py<PyDict>,
 }
 
 /// torch's DLPack exchange table (torch 2.10 and later), which lives as long as the process.
@@ -157,6 +164,7 @@ impl Torch {
             current_raw_stream,
             profiler: py.import("torch.autograd.profiler")?.into_any().unbind(),
             disable_torch_function: native.getattr("DisableTorchFunctionSubclass")?.unbind(),
+            modules: py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind(),
         })
     }
 
@@ -324,13 +332,14 @@ impl Drop for PlainAttributes<'_> {
 impl<'py> Reader<'py> {
     /// A reader for one step.
     pub fn new(py: Python<'py>) -> PyResult<Reader<'py>> {
+        let torch = Torch::get(py)?;
         // Without the module no DTensor can exist; importing it would cost every user who has none.
-        let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
-        let dtensor = match modules.get_item("torch.distributed.tensor")? {
-            Some(module) => module.getattr("DTensor").ok().map(|class| class.cast_into::<PyType>()).transpose()?,
+        let dtensor = match torch.modules.bind(py).get_item(intern!(py, "torch.distributed.tensor"))? {
+            Some(module) => {
+                module.getattr(intern!(py, "DTensor")).ok().map(|class| class.cast_into::<PyType>()).transpose()?
+            }
             None => None,
         };
-        let torch = Torch::get(py)?;
         Ok(Reader { py, torch, dtensor, classes: Vec::new(), _plain_attributes: PlainAttributes::enter(py, torch)? })
     }
 
@@ -349,13 +358,16 @@ impl<'py> Reader<'py> {
             Kind::Wrapped
         } else if self.dtensor.as_ref().is_some_and(|dtensor| class.is_subclass(dtensor).unwrap_or(false)) {
             Kind::Sharded
-        } else if class.getattr("__torch_dispatch__")?.is(&self.torch.plain_dispatch) {
+        } else if class.getattr(intern!(self.py, "__torch_dispatch__"))?.is(&self.torch.plain_dispatch) {
             Kind::Plain
         } else {
             Kind::Wrapped
         };
-        let grad = Getter::find(&class, "grad")?;
-        let local = if kind == Kind::Sharded { Getter::find(&class, "_local_tensor")? } else { None };
+        let grad = Getter::find(&class, intern!(self.py, "grad"))?;
+        let local = match kind {
+            Kind::Sharded => Getter::find(&class, intern!(self.py, "_local_tensor"))?,
+            _ => None,
+        };
         self.classes.push(Class { class, kind, grad, local, slot });
         Ok(self.classes.len() - 1)
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import subprocess
 import sys
 import threading
@@ -11,7 +13,8 @@ import warnings
 import pytest
 import te_patches
 import torch
-from te_patches import _patching
+from te_patches import _hooks, _patching
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformer_engine.pytorch.optimizers import FusedAdam as EarlyImport
 from transformer_engine.pytorch.optimizers import fused_adam
 
@@ -105,6 +108,67 @@ def test_a_pre_hook_may_change_the_arguments():
     param.grad = torch.ones(5)
     assert optimizer.step() == 3.0
     assert calls == [True]
+
+
+def test_torchs_hooks_are_entered_only_where_somebody_listens(monkeypatch):
+    entered = []
+    by_torch = torch.optim.Optimizer.profile_hook_step
+
+    def counting(step):
+        @functools.wraps(step)
+        def counted(*args, **kwargs):
+            entered.append(1)
+            return step(*args, **kwargs)
+
+        return by_torch(counted)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "profile_hook_step", staticmethod(counting))
+    te_patches.apply()
+    param, optimizer = build()
+    seen = []
+    hooks = [
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+    ]
+    step(param, optimizer)
+    assert not entered
+    for register in hooks:
+        handle = register(lambda o, args, kwargs: seen.append(o))
+        step(param, optimizer)
+        handle.remove()
+        step(param, optimizer)
+    assert seen == [optimizer] * 4
+    assert len(entered) == 4
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        step(param, optimizer)
+    assert len(entered) == 5
+    assert tier(optimizer) == ["native"]
+    assert optimizer.param_groups[0]["step"] == 10
+
+
+def test_an_execution_trace_sees_the_step(tmp_path):
+    te_patches.apply()
+    param, optimizer = build()
+    trace = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    trace.start()
+    step(param, optimizer)
+    trace.stop()
+    trace.unregister_callback()
+    nodes = json.loads((tmp_path / "trace.json").read_text())["nodes"]
+    assert [node["name"] for node in nodes].count("Optimizer.step#FusedAdam.step") == 1
+
+
+def test_a_torch_that_does_not_tell_who_listens_gets_its_own_hooks(monkeypatch):
+    monkeypatch.setattr(_hooks.ctypes, "PyDLL", lambda path: object())
+    te_patches.apply()
+    param, optimizer = build()
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(param.detach().clone()))
+    step(param, optimizer)
+    assert torch.equal(seen[0], param)
+    assert tier(optimizer) == ["native"]
 
 
 def test_one_profiler_range_per_step():
