@@ -136,7 +136,7 @@ def rivals() -> str:
 def host() -> str:
     """Where the host's time goes."""
     rows = results("host")
-    phases = ("step", "before", "read", "plan", "launch", "after")
+    phases = ("alone", "step", "before", "read", "plan", "launch", "after")
     lines = [[CASES[row["case"]], *(f"{row[phase]:.0f}" for phase in phases)] for row in rows]
     return f"{markdown(['us', *phases], lines)}\n\n{about(rows[0])}"
 
