@@ -9,6 +9,7 @@ step one after the other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -86,19 +87,20 @@ def main(
         print(json.dumps(first(here, cases[0], tensors, elements)))
         return
     rows, table = Rows(revision, out), Table("case", "process", "first ms", "second ms")
-    for case in cases or ("dtensor-bf16-remainder", "plain-bf16-fp16-moments"):
-        with tempfile.TemporaryDirectory() as folder:
-            size = ["--tensors", str(tensors), "--elements", str(elements)]
-            waiting = {
-                name: [start(["--in-this-process", tier, "--case", case, *size], folder) for _ in range(processes)]
-                for name, (tier, processes) in TIERS.items()
-            }
-            ready(one for processes in waiting.values() for one in processes)
-            for name, processes in waiting.items():
-                found = sorted((step(one) for one in processes), key=lambda times: times["first_ms"])
-                median = found[len(found) // 2]
-                rows.add({"case": case, "process": name, "tensors": tensors, "elements": elements} | median)
-                table.add_row(case, name, *(f"{value:.1f}" for value in median.values()))
+    size = ["--tensors", str(tensors), "--elements", str(elements)]
+    with contextlib.ExitStack() as folders:
+        waiting = []
+        for case in cases or ("dtensor-bf16-remainder", "plain-bf16-fp16-moments"):
+            folder = folders.enter_context(tempfile.TemporaryDirectory())
+            for name, (tier, count) in TIERS.items():
+                arguments = ["--in-this-process", tier, "--case", case, *size]
+                waiting.append((case, name, [start(arguments, folder) for _ in range(count)]))
+        ready(process for _, _, processes in waiting for process in processes)
+        for case, name, processes in waiting:
+            found = sorted((step(process) for process in processes), key=lambda times: times["first_ms"])
+            median = found[len(found) // 2]
+            rows.add({"case": case, "process": name, "tensors": tensors, "elements": elements} | median)
+            table.add_row(case, name, *(f"{value:.1f}" for value in median.values()))
     Console(width=140).print(f"{rows.about['gpu']}, TE {rows.about['te']}, torch {rows.about['torch']}", table)
 
 

@@ -24,10 +24,9 @@ from rows import Rows
 from rows import options as row_options
 
 TIERS: dict[str, bench.Maker] = {
-    "stock": bench.stock,
-    **RIVALS,
+    **bench.TIERS,
     "replay": bench.patched("replay"),
-    "native": bench.patched("native"),
+    **RIVALS,
 }
 
 
