@@ -24,6 +24,8 @@ def create_empty_quantized_tensor(quantizer: Any, shape: Any, dtype: Any, device
         raise NotImplementedError("this Transformer Engine (before 2.10) makes fp8 tensors on a GPU only")
     if not isinstance(quantizer, Float8Quantizer):
         raise NotImplementedError(f"{type(quantizer).__name__} needs Transformer Engine's compiled library")
+    # On GPUs up to Hopper the compiled part keeps a transposed copy where the quantizer asks for columns.
+    transpose = torch.empty((*shape[-1:], *shape[:-1]), dtype=torch.uint8) if quantizer.columnwise_usage else None
     return Float8Tensor(
         shape=torch.Size(shape),
         dtype=dtype,
@@ -31,7 +33,7 @@ def create_empty_quantized_tensor(quantizer: Any, shape: Any, dtype: Any, device
         fp8_scale_inv=torch.ones(1, dtype=torch.float32),
         fp8_dtype=quantizer.dtype,
         requires_grad=False,
-        data_transpose=None,
+        data_transpose=transpose,
         quantizer=quantizer,
         device=torch.device("cpu"),
     )
@@ -54,6 +56,7 @@ def quantize(source: Any, quantizer: Any, target: Any = None, noop_flag: Any = N
         if target._transpose is not None and target._data.numel() > 0:
             rows = target._data.reshape(-1, target._data.shape[-1])
             target._transpose.copy_(rows.t().reshape(target._transpose.shape))
+            target._transpose_invalid = False
         target._scale_inv.copy_(1 / quantizer.scale)
         finite = values[~values.isnan()].abs()
         if finite.numel():

@@ -28,7 +28,7 @@ pub struct Aftermath<'py> {
     held: Vec<Bound<'py, PyAny>>,
     /// (quantized parameter, fp32 value that it is made of).
     quantized: Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
-    /// fp8 states that hold a transposed copy of their data.
+    /// fp8 states with a transposed copy of their data, which is out of date then.
     transposed: Vec<Bound<'py, PyAny>>,
 }
 
@@ -401,7 +401,6 @@ impl<'py> GroupReader<'_, 'py> {
         let master = if matches!(kind, Master::F16 | Master::F16Idle) { Dtype::F16 } else { Dtype::Other };
         let dtypes = [exp_avg, exp_avg_sq, master];
         let entries = state_entries(state);
-        let transposed = self.aftermath.transposed.len();
         if kind == Master::F16Idle && entries[2].is_none() {
             kind = Master::None;
         }
@@ -451,9 +450,8 @@ impl<'py> GroupReader<'_, 'py> {
             let tensor = tensors[faults::role(fault) as usize].as_ref().unwrap_or(param);
             faults::raise(fault, place, param, tensor)
         })?;
-        // The inside of quantized parameters, and of fp8 states with a transposed copy, is read in full each time.
-        let transposed = self.aftermath.transposed.len() > transposed;
-        if plain && !transposed && !matches!(verdict, Verdict::Unordered) {
+        // The inside of quantized parameters is read in full each time.
+        if plain && !matches!(verdict, Verdict::Unordered) {
             let sharded = outer == Kind::Sharded;
             self.trails.note_checked(Checked { signature: column.signature(), sharded, grad_sharded: grad.sharded });
         }

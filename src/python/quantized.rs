@@ -9,7 +9,7 @@ use pyo3::ffi as c;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyString, PyTuple, PyType};
+use pyo3::types::{PyBool, PyString, PyTuple, PyType};
 
 use crate::python::prefetch;
 use crate::python::reader::{Reader, borrowed_values};
@@ -73,7 +73,7 @@ pub struct Fp8<'py> {
     pub amax: Bound<'py, PyAny>,
     /// Whether the quantizer's scale is given from outside rather than found at each quantization.
     pub delayed: bool,
-    /// Whether a transposed copy of the data is kept.
+    /// Whether a transposed copy of the data is kept and counts as one.
     pub transposed: bool,
     /// The tensor's and the quantizer's object, each with its dict if it has one, for hints to the processor.
     pub dicts: [Option<[u64; 2]>; 2],
@@ -114,7 +114,8 @@ impl<'py> Reader<'py> {
             scale_inv: tensor.getattr(intern!(py, "_scale_inv"))?,
             amax: quantizer.getattr(intern!(py, "amax"))?,
             delayed,
-            transposed: !tensor.getattr(intern!(py, "_transpose"))?.is_none(),
+            transposed: !tensor.getattr(intern!(py, "_transpose"))?.is_none()
+                && !tensor.getattr(intern!(py, "_transpose_invalid"))?.is_truthy()?,
             dicts: [dict(tensor), dict(&quantizer)],
         }))
     }
@@ -122,7 +123,7 @@ impl<'py> Reader<'py> {
     /// The way to the insides of fp8 states; `None` if their classes have ways of their own to attributes.
     pub fn insides(&self, py: Python<'py>) -> PyResult<Option<Insides<'py>>> {
         let engine = Engine::get(py)?;
-        let of_tensor = ["_data", "_scale_inv", "_fp8_dtype", "_transpose", "_quantizer"];
+        let of_tensor = ["_data", "_scale_inv", "_fp8_dtype", "_transpose", "_transpose_invalid", "_quantizer"];
         let of_quantizer = ["scale", "amax"];
         let (tensor, quantizer) = (engine.fp8.bind(py), engine.delayed.bind(py));
         if !from_dict(tensor, &of_tensor)? || !from_dict(quantizer, &of_quantizer)? {
@@ -134,6 +135,7 @@ impl<'py> Reader<'py> {
             quantizer: quantizer.as_ptr() as u64,
             e4m3: engine.e4m3.as_ptr() as u64,
             none: py.None().as_ptr() as u64,
+            yes: PyBool::new(py, true).as_ptr() as u64,
             classes: self.known_classes(),
             of_tensor: of_tensor.map(key),
             of_quantizer: of_quantizer.map(key),
@@ -163,14 +165,15 @@ fn from_dict(class: &Bound<'_, PyType>, names: &[&str]) -> PyResult<bool> {
 /// The way to the insides of fp8 states of Transformer Engine's own classes. While it lives no garbage is collected, so that
 /// making a dict runs no code of Python's.
 pub struct Insides<'py> {
-    /// Addresses of the classes, of the dtype and of None.
+    /// Addresses of the classes, of the dtype, of None and of True.
     tensor: u64,
     quantizer: u64,
     e4m3: u64,
     none: u64,
+    yes: u64,
     /// The way through DTensors.
     classes: Vec<KnownClass>,
-    of_tensor: [Bound<'py, PyString>; 5],
+    of_tensor: [Bound<'py, PyString>; 6],
     of_quantizer: [Bound<'py, PyString>; 2],
     #[expect(dead_code, reason = "held for its end")]
     collector: Collector,
@@ -188,7 +191,7 @@ pub struct Inside {
 
 impl Insides<'_> {
     /// The inside of a state, or of the local tensor of one that is a DTensor; `None` if it is anything but a tensor in E4M3
-    /// without a transposed copy.
+    /// whose transposed copy, if there is one, is already known to be out of date.
     ///
     /// # Safety
     /// `object` must be a live Python object.
@@ -207,9 +210,9 @@ impl Insides<'_> {
         // SAFETY: the tensor is live, by the caller's promise; so is its dict, what that holds, and so on.
         unsafe {
             let dict = own_dict(tensor)?;
-            let [data, scale_inv, dtype, transpose, quantizer] = borrowed_values(dict, &self.of_tensor);
+            let [data, scale_inv, dtype, transpose, outdated, quantizer] = borrowed_values(dict, &self.of_tensor);
             let quantizer = quantizer.filter(|&quantizer| prefetch::class(quantizer) == self.quantizer)?;
-            if dtype? != self.e4m3 || transpose? != self.none {
+            if dtype? != self.e4m3 || transpose? != self.none && outdated? != self.yes {
                 return None;
             }
             let dicts = [[tensor, dict], [quantizer, own_dict(quantizer)?]];

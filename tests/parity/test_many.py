@@ -128,7 +128,7 @@ CHANGES = {
     change_scale_inv: False,
     change_quantizer: False,
     change_class: True,
-    keep_transpose: True,
+    keep_transpose: False,
 }
 
 
