@@ -122,13 +122,19 @@ def rivals() -> str:
     """What somebody may use instead; some take no DTensors."""
     rows = results("rivals")
     found = {(row["case"], row["tier"]): row for row in rows}
-    cases = {"dtensor-bf16-remainder": "DTensor bf16", "plain-fp32": "plain fp32", "plain-bf16-remainder": "plain bf16"}
+    labels = {"dtensor-bf16-remainder": "DTensor bf16", "plain-fp32": "plain fp32", "plain-bf16-remainder": "plain bf16"}
+    cases = {case: label for case, label in labels.items() if (case, "native") in found}
 
     def cells(case: str, tier: str) -> list[str]:
         row = found.get((case, tier))
         return [f"{row[name]:.2f}" for name in ("step_ms", "host_ms", "kernel_ms")] if row else ["", "", ""]
 
-    lines = [[label, *(cell for case in cases for cell in cells(case, tier))] for tier, label in RIVALS.items()]
+    measured = {tier for _, tier in found}
+    lines = [
+        [label, *(cell for case in cases for cell in cells(case, tier))]
+        for tier, label in RIVALS.items()
+        if tier in measured
+    ]
     heads = ["", *(head for name in cases.values() for head in (f"{name}: step ms", "host ms", "kernels ms"))]
     return f"{markdown(heads, lines)}\n\n{about(rows[0])}"
 
@@ -153,7 +159,8 @@ def scaling() -> str:
         words = [case + (", DTensors" if sharded else ""), f"{tensors:,}", f"{elements:,}"]
         words += [f"{stock['host_ms']:.2f}", f"{stock['step_ms']:.2f}"] if stock else ["", ""]
         words += [f"{row['host_ms']:.2f}", f"{row['step_ms']:.2f}", f"{row['kernel_ms']:.3f}"]
-        lines.append([*words, f"{row['kernel_ms'] / row['floor_ms']:.2f}"])
+        # Below that a launch takes longer than its bytes.
+        lines.append([*words, f"{row['kernel_ms'] / row['floor_ms']:.2f}" if row["floor_ms"] > 0.02 else ""])
     heads = [
         "",
         "tensors",
