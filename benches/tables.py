@@ -122,7 +122,11 @@ def rivals() -> str:
     """What somebody may use instead; some take no DTensors."""
     rows = results("rivals")
     found = {(row["case"], row["tier"]): row for row in rows}
-    labels = {"dtensor-bf16-remainder": "DTensor bf16", "plain-fp32": "plain fp32", "plain-bf16-remainder": "plain bf16"}
+    labels = {
+        "dtensor-bf16-remainder": "DTensor bf16",
+        "plain-fp32": "plain fp32",
+        "plain-bf16-remainder": "plain bf16",
+    }
     cases = {case: label for case, label in labels.items() if (case, "native") in found}
 
     def cells(case: str, tier: str) -> list[str]:
