@@ -2,9 +2,9 @@
 
     python benches/first.py --out benches/results/first-h200.json
 
-Each row is a new process whose states were made before: ms of the first step and of the second one, until the device is
-done. "cold": nothing in the kernels' cache; "cached": what the row before left there. The processes start together and
-step one after the other.
+Each row is a new process whose states were made before: ms of the first step, of finding NVRTC and of the proof within
+it, and of the second step, until the device is done. "cold": nothing in the kernels' cache; "cached": what the row
+before left there. The processes start together and step one after the other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import click
 import te_patches
@@ -26,12 +29,10 @@ from rich.table import Table
 from rows import Rows
 from rows import options as row_options
 from te_patches import _bench as bench
-from te_patches import _releases
+from te_patches import _nvrtc, _proof, _releases
 
 TIERS = {"stock": ("stock", 1), "cold": ("native", 1), "cached": ("native", 3)}
 """Tier and processes; medians of several."""
-
-
 READY = "ready to step"
 
 
@@ -45,7 +46,7 @@ def ready(processes: Iterable[subprocess.Popen[str]]) -> None:
     """Waits until all of them wait."""
     for process in processes:
         if not any(line.strip() == READY for line in iter(process.stdout.readline, "")):  # type: ignore[union-attr]
-            raise RuntimeError(f"it did not get so far: {process.args}")
+            raise RuntimeError(f"it did not get so far: {process.args!r}")
 
 
 def step(process: subprocess.Popen[str]) -> dict[str, float]:
@@ -55,8 +56,21 @@ def step(process: subprocess.Popen[str]) -> dict[str, float]:
     return found
 
 
+@contextlib.contextmanager
+def spent(module: ModuleType, name: str) -> Iterator[list[float]]:
+    """ms of each call of a function that is looked up in its module."""
+    function = getattr(module, name)
+    taken: list[float] = []
+
+    def measured(*arguments: Any) -> None:
+        taken.append(bench.timed(lambda: function(*arguments))[1])
+
+    with mock.patch.object(module, name, measured):
+        yield taken
+
+
 def first(tier: str, case: str, tensors: int, elements: int) -> dict[str, float]:
-    """ms of this process's first and second step."""
+    """ms of this process's first and second step, and of what of the first one finding NVRTC and the proof take."""
     dtype, sharded, options, _, fixed = bench.CASES[case]
     if tier != "stock":
         te_patches.apply(kernels=tier)  # type: ignore[arg-type]
@@ -68,8 +82,9 @@ def first(tier: str, case: str, tensors: int, elements: int) -> dict[str, float]
     bench.synchronize()
     print(READY, flush=True)
     input()
-    times = [bench.timed(optimizer.step)[1] for _ in range(2)]
-    return {"first_ms": times[0], "second_ms": times[1]}
+    with spent(_nvrtc, "preload") as nvrtc, spent(_proof, "prove") as proof:
+        times = [bench.timed(optimizer.step)[1] for _ in range(2)]
+    return {"first_ms": times[0], "nvrtc_ms": sum(nvrtc), "proof_ms": sum(proof), "second_ms": times[1]}
 
 
 @click.command(help=__doc__)
@@ -86,7 +101,7 @@ def main(
     if here:
         print(json.dumps(first(here, cases[0], tensors, elements)))
         return
-    rows, table = Rows(revision, out), Table("case", "process", "first ms", "second ms")
+    rows, table = Rows(revision, out), Table("case", "process", "first ms", "of it NVRTC", "proof", "second ms")
     size = ["--tensors", str(tensors), "--elements", str(elements)]
     with contextlib.ExitStack() as folders:
         waiting = []
