@@ -27,7 +27,7 @@ def prove(optimizer: Any, device: int, names: Names, release: Release) -> None:
 
     with torch.no_grad(), torch.cuda.device(device):
         try:
-            reason = _compare(optimizer, device, names, release)
+            reason = _compare(optimizer, torch.device("cuda", device), names, release)
         except (RuntimeError, TypeError, ValueError) as error:
             reason = f"the comparison with Transformer Engine's kernel failed: {error}"
     _core.record_proof(device, names, reason)
@@ -42,7 +42,7 @@ def prove(optimizer: Any, device: int, names: Names, release: Release) -> None:
         )
 
 
-def _compare(optimizer: Any, device: int, names: Names, release: Release) -> str | None:
+def _compare(optimizer: Any, device: Any, names: Names, release: Release) -> str | None:
     import torch
 
     mine, stock = _Operands(device, names), _Operands(device, names)
@@ -55,7 +55,7 @@ def _compare(optimizer: Any, device: int, names: Names, release: Release) -> str
                 _core.multi_tensor_adam(mine.entries(), *arguments, names[4])
                 _run_stock(optimizer, stock, arguments, release)
             for ours, theirs in zip(mine.tensors(), stock.tensors(), strict=True):
-                ours, theirs = bits(ours), bits(theirs)
+                ours, theirs = bits(ours.cpu()), bits(theirs.cpu())
                 if not torch.equal(ours, theirs):
                     different = int((ours != theirs).sum())
                     return f"{different} of {ours.numel()} elements differ in step {step}, mode {mode}"
@@ -64,30 +64,35 @@ def _compare(optimizer: Any, device: int, names: Names, release: Release) -> str
 
 class _Operands:
     """Random tensors over a wide range of magnitudes, with special values among them, and what scales them. The same
-    every time."""
+    every time. Made on the CPU, as they are compared there: each kernel of torch's that the process has not used yet
+    would take the device a while to load."""
 
-    def __init__(self, device: int, names: Names) -> None:
+    def __init__(self, device: Any, names: Names) -> None:
         import torch
 
         self.names = names
-        self._device = torch.device("cuda", device)
+        self._device = device
         self._generator = torch.Generator().manual_seed(0x7EAD)
         grad, param, exp_avg, exp_avg_sq, master, _ = names
         fp8 = param.startswith("float8")
         values = {at: self._values(size, param) for at, size in enumerate(_SIZES)} if not fp8 else {}
-        self.grads = [self._values(size, grad) for size in _SIZES]
-        self.params = [self._fp8_param(size) if fp8 else values[at] for at, size in enumerate(_SIZES)]
+        self.grads = [self._place(self._values(size, grad)) for size in _SIZES]
+        self.params = [self._fp8_param(size) if fp8 else self._place(values[at]) for at, size in enumerate(_SIZES)]
         self.exp_avg = [self._state(size, exp_avg) for size in _SIZES]
         self.exp_avg_sq = [self._state(size, exp_avg_sq, positive=True) for size in _SIZES]
         self.masters: list[Any] = []
         if master == "float32":
-            self.masters = [values[at].float() if values else self._values(s, master) for at, s in enumerate(_SIZES)]
+            masters = [values[at].float() if values else self._values(s, master) for at, s in enumerate(_SIZES)]
+            self.masters = [self._place(value) for value in masters]
         elif master in ("float16", "idle float16"):
             self.masters = [self._state(size, "float16") for size in _SIZES]
         elif master == "remainder":
             low, high = -(1 << 15), 1 << 15
             draw = {"generator": self._generator, "dtype": torch.int16}
-            self.masters = [torch.randint(low, high, (size,), **draw).to(self._device) for size in _SIZES]
+            self.masters = [self._place(torch.randint(low, high, (size,), **draw)) for size in _SIZES]
+
+    def _place(self, tensor: Any) -> Any:
+        return tensor.to(self._device)
 
     def _values(self, size: int, dtype: str, special: bool = True) -> Any:
         import torch
@@ -102,12 +107,12 @@ class _Operands:
             odd = odd[2:5] if self.names[4] == "remainder" else odd
             places = torch.randint(0, size, (64,), generator=self._generator)
             tensor[places] = odd[torch.randint(0, len(odd), (64,), generator=self._generator)]
-        return tensor.to(device=self._device, dtype=getattr(torch, dtype))
+        return tensor.to(getattr(torch, dtype))
 
     def _number(self, value: float) -> Any:
         import torch
 
-        return torch.full((1,), value, dtype=torch.float32, device=self._device)
+        return self._place(torch.full((1,), value, dtype=torch.float32))
 
     def _state(self, size: int, dtype: str, positive: bool = False) -> Any:
         """A state as FusedAdam keeps it: a tensor; fp16 with its factor; a Float8Tensor with its factor."""
@@ -122,17 +127,17 @@ class _Operands:
             )
             codes = torch.randint(0, 0x7F, (size,), generator=self._generator, dtype=torch.uint8)
             tensor._data.copy_(codes)
-            tensor._scale_inv.fill_(0.0078)
-            tensor._quantizer.scale.fill_(1 / 0.0078)
+            tensor._scale_inv.copy_(self._number(0.0078))
+            tensor._quantizer.scale.copy_(self._number(1 / 0.0078))
             return tensor, self._number(1.0)
         values = self._values(size, dtype, special=dtype != "float16")
-        values = values.abs() if positive else values
+        values = self._place(values.abs() if positive else values)
         return (values, self._number(0.0123)) if dtype == "float16" else values
 
     def _fp8_param(self, size: int) -> Any:
         import torch
 
-        data = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        data = self._place(torch.zeros(size, dtype=torch.uint8))
         return data, self._number(37.0), self._number(0.0), self._number(0.5)
 
     def entries(self) -> list[list[Any]]:

@@ -6,16 +6,21 @@ import gc
 import os
 import resource
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import te_patches
+import te_release
 import torch
 from options import Combination
 from process import run
-from te_patches import _core
+from te_patches import _core, _proof, _releases
 from twin import Twin, assert_same, bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NEWEST = pytest.mark.skipif(
+    te_release.chosen() != te_release.RELEASES[-1], reason="the comparison is the same for every release"
+)
 REMAINDER = Combination(BF16, BF16, "remainder", FP32)
 SCALED = Combination(BF16, BF16, "float32", FP16)
 # Stock takes neither empty nor 0-dim parameters with scaled states.
@@ -70,6 +75,44 @@ else:
     print("the library nvidia-cuda-nvrtc is the system's")
 """)
     assert "nvidia-cuda-nvrtc" in out
+
+
+MASTER = {"master_weights": True}
+# Not those of scaled states: scales that are NaN have other bits by torch's arithmetic on a CPU.
+PROOFS = [
+    ("bfloat16 bfloat16 float32 float32 remainder host", MASTER | {"store_param_remainders": True}),
+    ("float32 bfloat16 bfloat16 bfloat16 float32 host", MASTER | {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}),
+    ("bfloat16 float8_e5m2 float32 float32 float32 host", MASTER),
+    ("bfloat16 bfloat16 float32 float32 float32 capturable", MASTER | {"capturable": True}),
+]
+
+
+@NEWEST
+@pytest.mark.parametrize(("names", "options"), PROOFS, ids=[names.replace(" ", "-") for names, _ in PROOFS])
+def test_cpu_the_proof_finds_one_bit(names, options, monkeypatch):
+    """On CPU tensors the same code compares the same kernels; a bit that one of them gets wrong is found."""
+    names = tuple(names.split())
+    module = _releases.import_fused_adam()
+    optimizer, release = module.FusedAdam([torch.nn.Parameter(torch.ones(3))], **options), _releases.probe(module)
+
+    def compare():
+        with torch.no_grad():
+            return _proof._compare(optimizer, torch.device("cpu"), names, release)
+
+    assert compare() is None
+    name = "multi_tensor_adam_capturable" if names[5] == "capturable" else "multi_tensor_adam"
+    kernel, calls = getattr(_core, name), []
+
+    def wrong(lists, *arguments):
+        kernel(lists, *arguments)
+        calls.append(arguments)
+        if len(calls) == 4:
+            tensor = lists[3][-1]
+            (tensor[0] if isinstance(tensor, tuple) else tensor).view(torch.uint8)[-1] ^= 1
+
+    # The stand-in for the compiled part has the right ones.
+    monkeypatch.setattr(_proof, "_core", SimpleNamespace(**{**vars(_core), name: wrong}))
+    assert compare() == f"1 of {_proof._SIZES[-1]} elements differ in step 2, mode 0"
 
 
 @pytest.mark.gpu
