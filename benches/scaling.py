@@ -3,11 +3,10 @@
     python benches/scaling.py --out benches/results/scaling-h200.json
     python benches/scaling.py --largest 1000000        (anywhere, on CPU kernels)
 
-bf16 parameters with int16 remainders, AdamW: 26 bytes an element. "tensors": 10 to 100,000 tensors of 64 elements (up
-to 10,000 DTensors, whose states Transformer Engine takes a while to make).
-"elements": one tensor of 1 Ki to 2 Gi + 8 elements. Then 21,000 tensors of one element; the shards that one of 512
-ranks has of DeepSeek-V3 (61 layers, 256 experts); those that one of 64 ranks has of twelve of its layers. What the
-columns mean: te_patches._bench.
+bf16 parameters with int16 remainders, AdamW: 26 bytes an element. 10,000 tensors of 4,096 elements; 21,000 of one; the
+shards that one of 64 ranks has of twelve layers of DeepSeek-V3 (256 experts), and those that one of 512 ranks has of
+all 61. "elements": one tensor of 1 Ki to 2 Gi + 8 elements. "tensors": 10 to 100,000 tensors of 64 elements (up to
+10,000 DTensors, whose states Transformer Engine takes a while to make). What the columns mean: te_patches._bench.
 """
 
 from __future__ import annotations
@@ -53,16 +52,17 @@ def deepseek_v3(layers: int, ranks: int) -> list[int]:
 
 def cases() -> Iterator[tuple[str, bool, list[int]]]:
     """(what grows, whether the parameters are DTensors, sizes)."""
+    yield "10,000 of 4,096 elements", True, [4096] * 10_000
+    yield "21,000 of one element", True, [1] * 21_000
+    yield "DeepSeek-V3, 12 layers, 64 ranks", True, deepseek_v3(12, 64)
+    yield "DeepSeek-V3, 512 ranks", True, deepseek_v3(61, 512)
+    for power in range(10, 32, 3):
+        yield "elements", False, [1 << power]
+    yield "elements", False, [(1 << 31) + 8]
     for power in range(1, 6):
         yield "tensors", False, [64] * 10**power
         if power < 5:
             yield "tensors", True, [64] * 10**power
-    for power in range(10, 32, 3):
-        yield "elements", False, [1 << power]
-    yield "elements", False, [(1 << 31) + 8]
-    yield "21,000 of one element", True, [1] * 21_000
-    yield "DeepSeek-V3, 512 ranks", True, deepseek_v3(61, 512)
-    yield "DeepSeek-V3, 12 layers, 64 ranks", True, deepseek_v3(12, 64)
 
 
 @click.command(help=__doc__)
