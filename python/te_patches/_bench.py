@@ -270,7 +270,7 @@ def report(tensors: int, elements: int, steps: int, cases: tuple[str, ...], as_j
     """Measures stock and native and prints the rows; whether every case was measured in both."""
     from rich.progress import track
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     chosen = cases or tuple(CASES)
     measured = rows(chosen, TIERS, tensors, elements, steps, console)
     found = list(track(measured, "measuring", total=len(chosen) * len(TIERS), console=console))
@@ -280,7 +280,7 @@ def report(tensors: int, elements: int, steps: int, cases: tuple[str, ...], as_j
 
         print(json.dumps([row | about for row in found], indent=1))
     else:
-        out = Console(width=None if sys.stdout.isatty() else 140)
+        out = Console(width=None if sys.stdout.isatty() else 140, markup=False)
         out.print(table(found))
         out.print(", ".join(f"{name} {value}" for name, value in about.items()))
     return len(found) == len(chosen) * len(TIERS)

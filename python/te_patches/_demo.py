@@ -115,7 +115,7 @@ def run(steps: int) -> bool:
     import torch
     import torch.distributed as dist
 
-    console = Console()
+    console = Console(markup=False)
     device = _device()
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -121,11 +121,8 @@ def _transformer_engine() -> list[Finding]:
     try:
         module = _releases.import_fused_adam()
     except ImportError as error:
-        return [
-            Finding(
-                "Transformer Engine", "missing", str(error).split(". ")[0], str(error).split("Install it with ")[-1]
-            )
-        ]
+        found = f"cannot be imported: {error.__cause__}"
+        return [Finding("Transformer Engine", "missing", found, str(error).split("Install it with ")[-1])]
     findings = [Finding("Transformer Engine", "ok", _releases.probe(module).version)]
     try:
         patches = _patching.verdicts(module)
@@ -147,5 +144,5 @@ def report(as_json: bool) -> bool:
         table = Table("what", "state", "found", "remedy")
         for finding in findings:
             table.add_row(*vars(finding).values())
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
+        Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
     return all(finding.state != "missing" for finding in findings)

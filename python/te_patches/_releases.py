@@ -41,7 +41,8 @@ def import_fused_adam() -> ModuleType:
     """Transformer Engine's module of FusedAdam. ImportError, saying what to install, where it is missing or broken."""
     try:
         return importlib.import_module(_MODULE)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:
+        # The last two: a library that cannot be loaded, and Transformer Engine's own word for a package without any.
         raise ImportError(
             f"te_patches needs Transformer Engine, but {_MODULE} cannot be imported ({error}). Install it with "
             "pip install --no-build-isolation 'transformer-engine[pytorch]'; on a machine without a GPU, "

@@ -166,7 +166,7 @@ def report(as_json: bool) -> bool:
     if not gpu:
         te_patches.cpu.enable()
     te_patches.apply(kernels="auto")
-    progress = Console(stderr=True)
+    progress = Console(stderr=True, markup=False)
     rows = list(every_option())
     outcomes = [compare(o, "cuda" if gpu else "cpu") for o in track(rows, "comparing", console=progress)]
     about = {
@@ -199,7 +199,7 @@ def report(as_json: bool) -> bool:
         what = f"stock refuses: {outcome.refused:.60}" if outcome.refused else what
         numbers = (outcome.tier, f"{outcome.elements:,}", what)
         table.add_row(o.param, o.grad, o.master, o.exp_avg, o.exp_avg_sq, mode, *numbers)
-    console = Console(width=None if sys.stdout.isatty() else 170)
+    console = Console(width=None if sys.stdout.isatty() else 170, markup=False)
     console.print(table)
     console.print(", ".join(f"{name} {value}" for name, value in about.items()))
     console.print(f"{verdict}: " + ", ".join(f"{name} {value:,}" for name, value in counts.items()))

@@ -38,6 +38,28 @@ def test_cpu_what_is_missing_comes_with_its_remedy(tmp_path):
     assert "accepted: auto, native, te" in found["TE_PATCHES"]["found"]
 
 
+def test_cpu_a_transformer_engine_without_its_compiled_part_is_no_crash(tmp_path):
+    """The package alone, as `pip install transformer-engine` leaves it, raises RuntimeError when imported."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('Found empty meta package. Install extensions.')")
+    words = "import te_patches.__main__ as m; m.main(['doctor', '--json'])"
+    code, found = doctor(words, PYTHONPATH=str(tmp_path))
+    assert code == 1
+    assert found["Transformer Engine"]["state"] == "missing"
+    assert "Found empty meta package" in found["Transformer Engine"]["found"]
+    assert "pip install" in found["Transformer Engine"]["remedy"]
+
+
+def test_cpu_the_table_shows_remedies_to_the_letter(tmp_path):
+    """Brackets are no markup."""
+    variables = {**process.environment(), "PYTHONPATH": ""}
+    command = [sys.executable, "-m", "te_patches", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == 1
+    assert "'transformer-engine[pytorch]'" in done.stdout
+
+
 def test_cpu_an_unusable_cache_is_a_note(tmp_path):
     (tmp_path / "file").write_text("")
     _, found = doctor(ENABLE, TE_PATCHES_CACHE=str(tmp_path / "file" / "below"))
