@@ -54,7 +54,7 @@ def nemo(model: bench.Model, options: dict[str, Any]) -> Step:
 
 def torch_adamw(**how: Any) -> bench.Maker:
     def maker(model: bench.Model, options: dict[str, Any]) -> Step:
-        if options not in ({}, bench.REMAINDER, bench.MASTER):
+        if options not in ({}, bench.REMAINDER, bench.MASTER, bench.BF16_MOMENTS):
             raise bench.Skipped("torch has no such states")
         return torch.optim.AdamW(model.params, **how, **bench.ARGUMENTS).step
 

@@ -34,6 +34,7 @@ CASES = {
     "plain-fp32": "plain fp32",
     "plain-bf16-remainder": "plain bf16 + remainder",
     "plain-bf16-remainder-bf16-moments": "plain bf16 + remainder, bf16 moments",
+    "plain-bf16-bf16-moments": "plain bf16, bf16 moments, no master",
     "plain-bf16-fp16-moments": "plain bf16 + master, fp16 moments (two passes)",
     "plain-bf16-fp8-fp16-moments": "plain bf16 + master, fp8 exp_avg, fp16 exp_avg_sq (two passes)",
     "plain-bf16-capturable": "plain bf16 + master, capturable",

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[torch.dtype, bool, dict[str, Any], int, int | None]] = {
     "plain-fp32": (FP32, False, {}, 28, None),
     "plain-bf16-remainder": (BF16, False, REMAINDER, 26, None),
     "plain-bf16-remainder-bf16-moments": (BF16, False, REMAINDER | BF16_MOMENTS, 18, None),
+    "plain-bf16-bf16-moments": (BF16, False, BF16_MOMENTS, 14, None),
     "plain-bf16-fp16-moments": (BF16, False, MASTER | FP16_MOMENTS, 20, None),
     "plain-bf16-fp8-fp16-moments": (BF16, False, MASTER | FP8_MOMENTS, 18, None),
     "plain-bf16-capturable": (BF16, False, MASTER | {"capturable": True}, 28, None),

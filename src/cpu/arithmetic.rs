@@ -1,4 +1,4 @@
-//! The Adam update of a block of elements in fp32. Safe code on slices; knows nothing of storage types.
+//! The Adam update of a block of elements in fp32, and what bf16 elements are in fp32 and back. Safe code on slices.
 //! The sequence of operations is that of `kernels/arithmetic.cuh`.
 
 use crate::options::Scalars;
@@ -28,6 +28,35 @@ pub fn adam_update(scalars: &Scalars, capturable: bool, g: &[f32], p: &mut [f32]
     }
 }
 
+/// fp32 values of bf16 bits, as torch widens them: NaN keeps its bits.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+pub fn widen_bf16(values: &mut [f32], bits: &[u16]) {
+    values.iter_mut().zip(bits).for_each(|(x, &bits)| *x = f32::from_bits(u32::from(bits) << 16));
+}
+
+/// The nearest bf16 bits of fp32 values, those of even value in a tie; NaN stays NaN.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+pub fn narrow_bf16(target: &mut [u16], values: &[f32]) {
+    for (target, x) in target.iter_mut().zip(values) {
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+        // Selected, not branched to, so that many go at once.
+        *target = (if x.is_nan() { bits | 0x40_0000 } else { rounded } >> 16) as u16;
+    }
+}
+
+/// fp32 values of bf16 parameters and their int16 remainders.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+pub fn merge_remainders(values: &mut [f32], high: &[u16], low: &[u16]) {
+    values.iter_mut().zip(high.iter().zip(low)).for_each(|(x, (&high, &low))| *x = merge_remainder(high, low));
+}
+
+/// The bf16 parameters and int16 remainders of fp32 values.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
+pub fn split_remainders(high: &mut [u16], low: &mut [u16], values: &[f32]) {
+    high.iter_mut().zip(low).zip(values).for_each(|((high, low), &x)| (*high, *low) = split_remainder(x));
+}
+
 /// fp32 value of a bf16 parameter and its int16 remainder.
 pub fn merge_remainder(high: u16, low: u16) -> f32 {
     let high = high.wrapping_sub(low >> 15);
@@ -49,7 +78,37 @@ mod tests {
     use half::bf16;
     use proptest::prelude::*;
 
+    #[test]
+    fn widening_keeps_every_bit_of_bf16() {
+        let bits: Vec<u16> = (0..=u16::MAX).collect();
+        let mut values = vec![0.0; bits.len()];
+        widen_bf16(&mut values, &bits);
+        assert!(values.iter().zip(&bits).all(|(x, &bits)| x.to_bits() == u32::from(bits) << 16));
+    }
+
     proptest! {
+        #[test]
+        fn narrowing_is_that_of_the_half_library(bits in prop::collection::vec(any::<u32>(), 1..70), tie in any::<u16>()) {
+            let mut values: Vec<f32> = bits.into_iter().map(f32::from_bits).collect();
+            values.extend([tie, tie ^ 1].map(|high| f32::from_bits(u32::from(high) << 16 | 0x8000)));
+            let mut narrowed = vec![0; values.len()];
+            narrow_bf16(&mut narrowed, &values);
+            let expected: Vec<u16> = values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
+            prop_assert_eq!(narrowed, expected);
+        }
+
+        #[test]
+        fn many_split_and_merge_as_one(bits in prop::collection::vec(any::<u32>(), 1..70)) {
+            let values: Vec<f32> = bits.into_iter().map(f32::from_bits).collect();
+            let (mut high, mut low, mut merged) = (vec![0; values.len()], vec![0; values.len()], vec![0.0; values.len()]);
+            split_remainders(&mut high, &mut low, &values);
+            merge_remainders(&mut merged, &high, &low);
+            for (at, &x) in values.iter().enumerate() {
+                prop_assert_eq!((high[at], low[at]), split_remainder(x));
+                prop_assert_eq!(merged[at].to_bits(), merge_remainder(high[at], low[at]).to_bits());
+            }
+        }
+
         #[test]
         fn splitting_and_merging_keeps_every_bit(bits in any::<u32>()) {
             let x = f32::from_bits(bits);

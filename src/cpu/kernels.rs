@@ -1,10 +1,10 @@
 //! UNSAFE: runs a table on host memory. The one place that makes slices from tensors' addresses.
 //! Invariant: a block reads and writes only the elements of its own chunk.
 
+use half::f16;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use half::{bf16, f16};
 
-use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainder, split_remainder};
+use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainders, narrow_bf16, split_remainders, widen_bf16};
 use crate::cpu::fp8::{narrow_e4m3, narrow_e5m2, widen_e4m3};
 use crate::cpu::scaling::{self, Factors, Found};
 use crate::options::{Header, Live, Scalars};
@@ -158,9 +158,7 @@ impl Update {
                 }
                 Master::Remainder => {
                     let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
-                    for ((p, &high), &low) in p.iter_mut().zip(high.iter()).zip(low.iter()) {
-                        *p = merge_remainder(high, low);
-                    }
+                    merge_remainders(p, high, low);
                     p
                 }
             };
@@ -188,9 +186,7 @@ impl Update {
             }
             if variant.master == Master::Remainder {
                 let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
-                for ((high, low), &p) in high.iter_mut().zip(low.iter_mut()).zip(p.iter()) {
-                    (*high, *low) = split_remainder(p);
-                }
+                split_remainders(high, low, p);
                 return;
             }
             if !(value_is_param && in_place(variant.param)) {
@@ -251,8 +247,7 @@ pub unsafe fn load(dtype: Dtype, address: u64, start: usize, factor: f32, out: &
     unsafe {
         match dtype {
             Dtype::BF16 => {
-                let source = std::slice::from_raw_parts((address as *const bf16).add(start), count);
-                source.convert_to_f32_slice(out);
+                widen_bf16(out, std::slice::from_raw_parts((address as *const u16).add(start), count));
             }
             Dtype::F16 => {
                 let source = std::slice::from_raw_parts((address as *const f16).add(start), count);
@@ -275,10 +270,11 @@ pub unsafe fn load(dtype: Dtype, address: u64, start: usize, factor: f32, out: &
 /// # Safety
 /// As for [`elements`].
 pub unsafe fn store(dtype: Dtype, address: u64, start: usize, factor: f32, values: &[f32]) {
-    let mut scaled = [0.0; BLOCK];
+    let mut scaled;
     let values = if factor == 1.0 {
         values
     } else {
+        scaled = [0.0; BLOCK];
         let scaled = &mut scaled[..values.len()];
         scaled.iter_mut().zip(values).for_each(|(scaled, x)| *scaled = x * factor);
         scaled
@@ -286,11 +282,7 @@ pub unsafe fn store(dtype: Dtype, address: u64, start: usize, factor: f32, value
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
-            Dtype::BF16 => {
-                elements::<u16>(address, start, values.len())
-                    .reinterpret_cast_mut::<bf16>()
-                    .convert_from_f32_slice(values);
-            }
+            Dtype::BF16 => narrow_bf16(elements::<u16>(address, start, values.len()), values),
             Dtype::F16 => {
                 elements::<u16>(address, start, values.len())
                     .reinterpret_cast_mut::<f16>()
@@ -309,7 +301,9 @@ pub unsafe fn store(dtype: Dtype, address: u64, start: usize, factor: f32, value
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::arithmetic::{merge_remainder, split_remainder};
     use crate::options::Options;
+    use half::bf16;
 
     fn header() -> Header {
         Header::new(&Options {
