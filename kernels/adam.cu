@@ -1,5 +1,5 @@
-// One Adam or AdamW step over a table of tensors: a block per chunk of CHUNK elements. States that are stored scaled take
-// two launches, `adam_absmax` to find the largest new magnitudes and `adam` to write; everything else takes `adam` alone.
+// One Adam or AdamW step over a table of tensors: a block per chunk of CHUNK elements. Where states are stored scaled there
+// are two, one that finds the largest new magnitudes and, once those of the whole tensor are known, one that updates.
 // Compiled once per combination of: GRAD (F32, F16, BF16), PARAM (these, E4M3, E5M2), EXP_AVG and EXP_AVG_SQ (F32, F16,
 // BF16, E4M3), MASTER (0 none, 1 fp32, 2 int16 remainder, 3 fp16, 4 fp16 that stock only rescales), their *_SCALING,
 // CAPTURABLE (0, 1), CAPACITY (tensors a launch can hold), and the tuning THREADS, VECTOR, UNROLL, CHUNK.
@@ -7,6 +7,7 @@
 #include "arithmetic.cuh"
 #include "launch.cuh"
 #include "scaling.cuh"
+#include "turn.cuh"
 
 #if MASTER == 2
 typedef I16 Master;
@@ -31,7 +32,7 @@ struct Shared : Constants {
 struct Operands {
   Group<GRAD, VECTOR> grad;
 #if CAPTURABLE
-  bool grad_changed = false;
+  bool grad_changed;
 #endif
   Group<PARAM, VECTOR> param;
   Group<EXP_AVG, VECTOR> exp_avg;
@@ -98,6 +99,9 @@ struct Operands {
 // Whether the update reads the parameter itself rather than a master.
 constexpr bool READS_PARAM = MASTER == 0 || MASTER == 2 || MASTER == 4;
 
+// How the pass that updates uses memory: what it touches is not touched again, and makes room for what is.
+constexpr Use LAST_USE = TWO_PASSES ? LAST : ONCE;
+
 // A block's tensors.
 struct Tensors {
   u64 grad, param, exp_avg, exp_avg_sq;
@@ -119,31 +123,38 @@ struct Tensors {
   }
 
   // Without `values`, parameter and master are left unread, and taken as zeros.
+  template <Use USE>
   __device__ __forceinline__ void load(Operands& operands, u64 at, bool values) const {
-    ::load(operands.grad, grad, at, grad_aligned);
-    ::load(operands.exp_avg, exp_avg, at, exp_avg_aligned);
-    ::load(operands.exp_avg_sq, exp_avg_sq, at, exp_avg_sq_aligned);
+#if CAPTURABLE
+    operands.grad_changed = false;
+#endif
+    ::load<USE>(operands.grad, grad, at, grad_aligned);
+    ::load<USE>(operands.exp_avg, exp_avg, at, exp_avg_aligned);
+    ::load<USE>(operands.exp_avg_sq, exp_avg_sq, at, exp_avg_sq_aligned);
     if (!values) return operands.clear_values();
-    if (READS_PARAM) ::load(operands.param, param, at, param_aligned);
+    if (READS_PARAM) ::load<USE>(operands.param, param, at, param_aligned);
 #if MASTER
-    ::load(operands.master, master, at, master_aligned);
+    ::load<USE>(operands.master, master, at, master_aligned);
 #endif
   }
 
   __device__ __forceinline__ void store(const Operands& operands, u64 at) const {
 #if CAPTURABLE
     // Without loss scaling nothing changes, and 2 or 4 bytes an element need not move.
-    if (operands.grad_changed) ::store(operands.grad, grad, at, grad_aligned);
+    if (operands.grad_changed) ::store<LAST_USE>(operands.grad, grad, at, grad_aligned);
 #endif
-    ::store(operands.param, param, at, param_aligned);
-    ::store(operands.exp_avg, exp_avg, at, exp_avg_aligned);
-    ::store(operands.exp_avg_sq, exp_avg_sq, at, exp_avg_sq_aligned);
+    ::store<LAST_USE>(operands.param, param, at, param_aligned);
+    ::store<LAST_USE>(operands.exp_avg, exp_avg, at, exp_avg_aligned);
+    ::store<LAST_USE>(operands.exp_avg_sq, exp_avg_sq, at, exp_avg_sq_aligned);
 #if MASTER
-    ::store(operands.master, master, at, master_aligned);
+    ::store<LAST_USE>(operands.master, master, at, master_aligned);
 #endif
   }
 
   __device__ __forceinline__ void load_one(Operands& operands, u64 at, bool values) const {
+#if CAPTURABLE
+    operands.grad_changed = false;
+#endif
     operands.grad.element[0] = reinterpret_cast<const GRAD::Bits*>(grad)[at];
     operands.exp_avg.element[0] = reinterpret_cast<const EXP_AVG::Bits*>(exp_avg)[at];
     operands.exp_avg_sq.element[0] = reinterpret_cast<const EXP_AVG_SQ::Bits*>(exp_avg_sq)[at];
@@ -168,16 +179,24 @@ struct Tensors {
 };
 
 // Calls visit(operands, i) for every element of a chunk, after a group was loaded and, with WRITE, before it is stored.
-template <bool WRITE, typename Visit>
-__device__ __forceinline__ void walk(const Tensors& tensors, const Chunk& chunk, bool values, Visit visit) {
+// All threads call ready() before the first visit, while the first groups are on their way.
+template <bool WRITE, typename Ready, typename Visit>
+__device__ __forceinline__ void walk(
+    const Tensors& tensors, const Chunk& chunk, bool values, Ready ready, Visit visit
+) {
   const u32 body = chunk.count - chunk.count % VECTOR;
-  for (u32 base = threadIdx.x * VECTOR; base < body; base += THREADS * VECTOR * UNROLL) {
-    Operands operands[UNROLL];
+  Operands operands[UNROLL];
+  const auto load = [&](u32 base) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       const u32 at = base + u * THREADS * VECTOR;
-      if (at < body) tensors.load(operands[u], chunk.start + at, values);
+      if (at < body) tensors.load<WRITE ? LAST_USE : AGAIN>(operands[u], chunk.start + at, values);
     }
+  };
+  u32 base = threadIdx.x * VECTOR;
+  load(base);
+  ready();
+  while (base < body) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       const u32 at = base + u * THREADS * VECTOR;
@@ -187,14 +206,15 @@ __device__ __forceinline__ void walk(const Tensors& tensors, const Chunk& chunk,
         if (WRITE) tensors.store(operands[u], chunk.start + at);
       }
     }
+    base += THREADS * VECTOR * UNROLL;
+    load(base);
   }
   // The last elements of a tensor, fewer than a group: a thread each.
   if (body + threadIdx.x < chunk.count) {
     const u64 at = chunk.start + body + threadIdx.x;
-    Operands operands;
-    tensors.load_one(operands, at, values);
-    visit(operands, 0);
-    if (WRITE) tensors.store_one(operands, at);
+    tensors.load_one(operands[0], at, values);
+    visit(operands[0], 0);
+    if (WRITE) tensors.store_one(operands[0], at);
   }
 }
 
@@ -216,44 +236,44 @@ __device__ __forceinline__ void read_factors(const Launch& launch, u32 tensor, f
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) adam_absmax(const __grid_constant__ Launch launch) {
-  const Chunk chunk(launch, blockIdx.x);
-  const Tensors tensors(launch, chunk.tensor);
-  if (tensors.grad == 0) return;
+// Finds the largest new magnitudes of one chunk.
+__device__ __forceinline__ void find(const Launch& launch, const Chunk& chunk, const Tensors& tensors) {
   Shared shared(launch.scalars);
   read_factors(launch, chunk.tensor, shared.read);
-  u32 absmax[3] = {}, amax[2] = {};
+  // Of exp_avg, exp_avg_sq and master; of the moments without NaN.
+  u32 largest[5] = {};
   // Decoupled weight decay keeps the value out of the moments: then it is only read if it is scaled itself.
   const bool values = MASTER_SCALING || !launch.scalars.adam_w;
-  walk<false>(tensors, chunk, values, [&](Operands& operands, int i) {
+  walk<false>(tensors, chunk, values, [] {}, [&](Operands& operands, int i) {
     float p, m, v, idle = 0.0f;
     operands.compute(shared, i, p, m, v, idle);
-    if (EXP_AVG_SCALING) absmax[0] = max(absmax[0], magnitude(m));
-    if (EXP_AVG_SCALING == 2) record(amax[0], magnitude(m));
-    if (EXP_AVG_SQ_SCALING) absmax[1] = max(absmax[1], magnitude(v));
-    if (EXP_AVG_SQ_SCALING == 2) record(amax[1], magnitude(v));
-    if (MASTER_SCALING) absmax[2] = max(absmax[2], magnitude(MASTER == 4 ? idle : p));
+    if (EXP_AVG_SCALING) largest[0] = max(largest[0], magnitude(m));
+    if (EXP_AVG_SCALING == 2) record(largest[3], magnitude(m));
+    if (EXP_AVG_SQ_SCALING) largest[1] = max(largest[1], magnitude(v));
+    if (EXP_AVG_SQ_SCALING == 2) record(largest[4], magnitude(v));
+    if (MASTER_SCALING) largest[2] = max(largest[2], magnitude(MASTER == 4 ? idle : p));
   });
+  block_max(largest);
+  // From here on no thread reads this chunk.
+  if (threadIdx.x != 0) return;
 #if EXP_AVG_SCALING == 2
-  raise_amax(launch.exp_avg_amax[chunk.tensor], block_max(amax[0]));
+  raise_amax(launch.exp_avg_amax[chunk.tensor], largest[3]);
 #endif
 #if EXP_AVG_SQ_SCALING == 2
-  raise_amax(launch.exp_avg_sq_amax[chunk.tensor], block_max(amax[1]));
+  raise_amax(launch.exp_avg_sq_amax[chunk.tensor], largest[4]);
 #endif
   Found& found = launch.found[chunk.tensor];
 #pragma unroll
   for (int state = 0; state < 3; ++state) {
     if (state == 0 ? !EXP_AVG_SCALING : state == 1 ? !EXP_AVG_SQ_SCALING : !MASTER_SCALING) continue;
-    const u32 largest = block_max(absmax[state]);
-    if (threadIdx.x == 0) {
-      atomicMax(&found.absmax[state], largest);
-      // The second pass replaces the factors that it also reads with.
-      if (chunk.first) found.read[state] = shared.read[state];
-    }
+    atomicMax(&found.absmax[state], largest[state]);
+    // The update replaces the factors that it also reads with.
+    if (chunk.first) found.read[state] = shared.read[state];
   }
+  signal(found.chunks);
 }
 
-// What the second pass reads and writes one state with.
+// What the update reads and writes one state with.
 template <int SCALING>
 __device__ __forceinline__ float exchange(const Found& found, int state, Shared& shared) {
   const float factor = new_factor<SCALING>(__uint_as_float(found.absmax[state]));
@@ -262,7 +282,7 @@ __device__ __forceinline__ float exchange(const Found& found, int state, Shared&
   return factor;
 }
 
-// Factors of the second pass; the first chunk's block puts the new ones where stock keeps them.
+// Factors of the update; the first chunk's block puts the new ones where stock keeps them.
 __device__ __forceinline__ void exchange_factors(const Launch& launch, const Chunk& chunk, Shared& shared) {
   const Found& found = launch.found[chunk.tensor];
   const bool write = chunk.first && threadIdx.x == 0;
@@ -294,9 +314,18 @@ __device__ __forceinline__ void exchange_factors(const Launch& launch, const Chu
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant__ Launch launch) {
+#if TWO_PASSES
+  // Turns are taken in the order in which blocks start, so that whoever waits waits for blocks that run.
+  const Turn turn(launch, next(launch.found[launch.tensors].chunks));
+  const Chunk chunk(launch, turn.chunk);
+#else
   const Chunk chunk(launch, blockIdx.x);
+#endif
   const Tensors tensors(launch, chunk.tensor);
   if (tensors.grad == 0) return;
+#if TWO_PASSES
+  if (!turn.update) return find(launch, chunk, tensors);
+#endif
 #if CAPTURABLE
   if (*launch.live.skip == 1) return;
   // Two powers in double: once per block.
@@ -316,19 +345,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) adam(const __grid_constant
 #else
   Shared shared(launch.scalars);
 #endif
-#if TWO_PASSES
-  exchange_factors(launch, chunk, shared);
-#endif
 #if PARAM_SCALING
   shared.param_scale = *launch.param_scale[chunk.tensor];
 #endif
-  u32 amax = 0;
-  walk<true>(tensors, chunk, true, [&](Operands& operands, int i) {
+  const auto ready = [&] {
+#if TWO_PASSES
+    await(launch.found[chunk.tensor].chunks, chunk.chunks);
+    exchange_factors(launch, chunk, shared);
+#endif
+  };
+  u32 amax[1] = {};
+  walk<true>(tensors, chunk, true, ready, [&](Operands& operands, int i) {
     const u32 p = operands.update(shared, i);
-    if (PARAM_SCALING) record(amax, p);
+    if (PARAM_SCALING) record(amax[0], p);
   });
 #if PARAM_SCALING
-  raise_amax(launch.param_amax[chunk.tensor], block_max(amax));
+  block_max(amax);
+  raise_amax(launch.param_amax[chunk.tensor], amax[0]);
   if (chunk.first && threadIdx.x == 0) *launch.param_scale_inv[chunk.tensor] = __frcp_rn(shared.param_scale);
 #endif
 }

@@ -81,20 +81,20 @@ __device__ __forceinline__ float source_factor(const Cast& launch, u32 tensor) {
 extern "C" __global__ void __launch_bounds__(THREADS) cast_absmax(const __grid_constant__ Cast launch) {
   const Chunk chunk(launch, blockIdx.x);
   const float factor = source_factor(launch, chunk.tensor);
-  u32 absmax = 0, amax = 0;
+  u32 largest[2] = {};  // of all, and of those that are no NaN
   walk(launch.source[chunk.tensor], chunk, [&](const Group<SOURCE, VECTOR>& group, u64, bool) {
     // Elements beyond a group that is not whole are zeros.
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
       const u32 found = magnitude(read_state<SOURCE_SCALING>(SOURCE(), group.element[i], factor));
-      absmax = max(absmax, found);
-      record(amax, found);
+      largest[0] = max(largest[0], found);
+      record(largest[1], found);
     }
   });
-  absmax = block_max(absmax);
-  if (threadIdx.x == 0) atomicMax(launch.absmax[chunk.tensor], absmax);
+  block_max(largest);
+  if (threadIdx.x == 0) atomicMax(launch.absmax[chunk.tensor], largest[0]);
 #if TARGET_SCALING == 2
-  raise_amax(launch.amax[chunk.tensor], block_max(amax));
+  raise_amax(launch.amax[chunk.tensor], largest[1]);
 #endif
 }
 #endif

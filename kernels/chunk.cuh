@@ -7,6 +7,7 @@ struct Chunk {
   u32 tensor;
   u64 start;
   u32 count;
+  u32 chunks;  // of the tensor
   bool first;
 
   // `launch` has tensors, chunk_end (chunks of the tensors up to and including each) and tail (elements of its last
@@ -22,6 +23,7 @@ struct Chunk {
     }
     tensor = low;
     const u32 first_chunk = tensor ? launch.chunk_end[tensor - 1] : 0;
+    chunks = launch.chunk_end[tensor] - first_chunk;
     start = static_cast<u64>(block - first_chunk) * CHUNK;
     count = block + 1 == launch.chunk_end[tensor] ? launch.tail[tensor] : CHUNK;
     first = block == first_chunk;

@@ -10,16 +10,17 @@
 // 2 a quantizer (fp8 state: factor, scale, scale_inv, amax); 3 a quantizer that is given (fp8 parameter).
 #define TWO_PASSES (EXP_AVG_SCALING || EXP_AVG_SQ_SCALING || MASTER >= 3)
 
-// What the first pass over scaled states leaves for the second, per tensor.
+// What blocks that find leave for those that update, per tensor; zeros before the launch.
 struct Found {
   u32 absmax[3];  // bits of the largest new magnitude of exp_avg, exp_avg_sq, master; NaN if there is one
   float read[3];  // what stored values are multiplied by to read them
+  u32 chunks;     // of the tensor, done; behind the last tensor: turns taken
 };
 
 struct Launch {
   Scalars scalars;
   Live live;
-  Found* found;
+  Found* found;  // of each tensor, and one more
   u32 tensors;
   u32 bias_correction;  // capturable only: whether the corrections are computed on the device
   u64 grad[CAPACITY];   // 0: no gradient this step, the tensor makes no work

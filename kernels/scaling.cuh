@@ -37,16 +37,20 @@ __device__ __forceinline__ typename T::Bits write_state(T type, float x, float f
 
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffff; }
 
-// Largest of a block's values, in its first thread. All threads must call it.
-__device__ __forceinline__ u32 block_max(u32 value) {
-  __shared__ u32 largest;
+// Replaces each value by the largest of the block's, in its first thread. All threads must call it, once in a kernel.
+template <int N>
+__device__ __forceinline__ void block_max(u32 (&values)[N]) {
+  __shared__ u32 largest[N];
+  if (threadIdx.x < N) largest[threadIdx.x] = 0;
   __syncthreads();
-  if (threadIdx.x == 0) largest = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const u32 warp = __reduce_max_sync(0xffffffff, values[i]);
+    if (threadIdx.x % 32 == 0) atomicMax(&largest[i], warp);
+  }
   __syncthreads();
-  const u32 warp = __reduce_max_sync(0xffffffff, value);
-  if (threadIdx.x % 32 == 0) atomicMax(&largest, warp);
-  __syncthreads();
-  return largest;
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = largest[i];
 }
 
 // Keeps the largest magnitude that is no NaN.

@@ -98,7 +98,7 @@ pub struct Header {
     pub live: Live,
     /// Whether a capturable launch computes bias corrections.
     pub bias_correction: bool,
-    /// Address of what the first pass over scaled states leaves for the second; 0 without.
+    /// Address of the memory that a launch over scaled states needs for itself; 0 without.
     pub found: u64,
 }
 

@@ -18,17 +18,23 @@ use crate::tensor::Dtype;
 
 const ADAM: File = ("adam.cu", include_str!("../../kernels/adam.cu"));
 const CAST: File = ("cast.cu", include_str!("../../kernels/cast.cu"));
-const HEADERS: [File; 6] = [
+const HEADERS: [File; 7] = [
     ("access.cuh", include_str!("../../kernels/access.cuh")),
     ("arithmetic.cuh", include_str!("../../kernels/arithmetic.cuh")),
     ("chunk.cuh", include_str!("../../kernels/chunk.cuh")),
     ("convert.cuh", include_str!("../../kernels/convert.cuh")),
     ("launch.cuh", include_str!("../../kernels/launch.cuh")),
     ("scaling.cuh", include_str!("../../kernels/scaling.cuh")),
+    ("turn.cuh", include_str!("../../kernels/turn.cuh")),
 ];
 
-/// Bytes per tensor of what a first pass leaves for the second: `Found` of `launch.cuh`.
-pub const FOUND_BYTES: usize = 24;
+/// Bytes per tensor of what blocks that find leave for those that update: `Found` of `launch.cuh`.
+const FOUND_BYTES: usize = 28;
+
+/// Bytes that a launch over scaled states needs for itself.
+pub fn found_bytes(table: &Table) -> usize {
+    FOUND_BYTES * (table.len() + 1)
+}
 
 /// Bytes of kernel parameters that every driver takes.
 pub const SMALL_PARAMETERS: usize = 4096;
@@ -38,11 +44,36 @@ const LARGE_PARAMETERS_SINCE: i32 = 12010;
 /// bf16 conversions are instructions from this architecture on.
 const OLDEST_ARCH: i32 = 80;
 
-/// Threads of a block.
-const THREADS: u32 = 256;
+/// Constants of Adam's kernels that differ in speed only.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    /// Threads of a block.
+    pub threads: u32,
+    /// Elements that a thread moves at once.
+    pub vector: u32,
+    /// How many times that before it computes.
+    pub unroll: u32,
+    /// Chunks between finding a chunk's magnitudes and updating it. More than run at once, so that few blocks wait; few
+    /// enough for what was read to be in the cache still.
+    pub lag: u32,
+}
+
+impl Tuning {
+    /// The fastest of benches/tune.py on an H200, together with `CHUNK`.
+    pub fn of(variant: Variant) -> Tuning {
+        if variant.two_passes() {
+            Tuning { threads: 256, vector: 4, unroll: 1, lag: 512 }
+        } else {
+            Tuning { threads: 256, vector: 4, unroll: 2, lag: 0 }
+        }
+    }
+}
+
+/// For kernels that copy: a whole chunk is in flight at once.
+const CAST_TUNING: Tuning = Tuning { threads: 256, vector: 4, unroll: 4, lag: 0 };
 
 /// Options that compile one kernel.
-pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<String> {
+pub fn options(variant: Variant, parameter_bytes: usize, arch: i32, tuning: Tuning) -> Vec<String> {
     let name = |dtype: Dtype| dtype.kernel_name().unwrap_or("unsupported");
     let master = match variant.master {
         Master::None => 0,
@@ -57,9 +88,7 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
         Scaled::State => 2,
         Scaled::Param => 3,
     };
-    // The fastest of benches/tune.py on an H200, together with THREADS and CHUNK.
-    let (vector, unroll) = (4, 2);
-    let mut options = common(arch, capacity(parameter_bytes, variant.operands()), vector, unroll);
+    let mut options = common(arch, capacity(parameter_bytes, variant.operands()), tuning);
     options.extend([
         format!("-DGRAD={}", name(variant.grad)),
         format!("-DPARAM={}", name(variant.param)),
@@ -70,6 +99,7 @@ pub fn options(variant: Variant, parameter_bytes: usize, arch: i32) -> Vec<Strin
         format!("-DEXP_AVG_SCALING={}", scaling(Role::ExpAvg)),
         format!("-DEXP_AVG_SQ_SCALING={}", scaling(Role::ExpAvgSq)),
         format!("-DCAPTURABLE={}", u8::from(variant.capturable)),
+        format!("-DLAG={}", tuning.lag),
     ]);
     options
 }
@@ -82,9 +112,7 @@ pub fn cast_options(cast: Cast, parameter_bytes: usize, arch: i32) -> Vec<String
         Scaled::Factor => 1,
         Scaled::State => 2,
     };
-    // A whole chunk is in flight at once.
-    let (vector, unroll) = (4, 4);
-    let mut options = common(arch, capacity(parameter_bytes, cast.operands()), vector, unroll);
+    let mut options = common(arch, capacity(parameter_bytes, cast.operands()), CAST_TUNING);
     options.extend([
         format!("-DSOURCE={}", name(cast.source)),
         format!("-DTARGET={}", name(cast.target)),
@@ -94,15 +122,15 @@ pub fn cast_options(cast: Cast, parameter_bytes: usize, arch: i32) -> Vec<String
     options
 }
 
-fn common(arch: i32, capacity: usize, vector: u32, unroll: u32) -> Vec<String> {
+fn common(arch: i32, capacity: usize, tuning: Tuning) -> Vec<String> {
     vec![
         format!("--gpu-architecture=sm_{arch}"),
         "--std=c++17".to_owned(),
         "--ptxas-options=-v".to_owned(),
         format!("-DCAPACITY={capacity}"),
-        format!("-DTHREADS={THREADS}"),
-        format!("-DVECTOR={vector}"),
-        format!("-DUNROLL={unroll}"),
+        format!("-DTHREADS={}", tuning.threads),
+        format!("-DVECTOR={}", tuning.vector),
+        format!("-DUNROLL={}", tuning.unroll),
         format!("-DCHUNK={CHUNK}"),
     ]
 }
@@ -126,12 +154,12 @@ pub enum Proof {
     Unusable(String),
 }
 
-/// The functions of one variant or cast.
+/// The functions of one cast.
 #[derive(Clone, Copy)]
 struct Loaded {
     /// The pass that writes.
     write: Function,
-    /// The pass before it, over states that are scaled.
+    /// The pass before it, to states that are scaled.
     absmax: Option<Function>,
 }
 
@@ -141,7 +169,9 @@ pub struct Kernels {
     cache: Cache,
     compiler: String,
     parameter_bytes: usize,
-    loaded: HashMap<(Variant, usize), Loaded>,
+    #[cfg(feature = "tune")]
+    tuned: Option<Tuning>,
+    loaded: HashMap<(Variant, usize), Function>,
     casts: HashMap<(Cast, usize), Loaded>,
     proofs: HashMap<Variant, Proof>,
     parameter: Vec<u64>,
@@ -161,11 +191,29 @@ impl Kernels {
             cache: Cache::from_environment(),
             compiler: format!("NVRTC {major}.{minor}"),
             parameter_bytes: if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS },
+            #[cfg(feature = "tune")]
+            tuned: None,
             loaded: HashMap::new(),
             casts: HashMap::new(),
             proofs: HashMap::new(),
             parameter: Vec::new(),
         })
+    }
+
+    /// Builds Adam's kernels anew with other constants, and has them compared with stock's again.
+    #[cfg(feature = "tune")]
+    pub fn tune(&mut self, tuning: Tuning) {
+        self.tuned = Some(tuning);
+        self.loaded.clear();
+        self.proofs.clear();
+    }
+
+    fn tuning(&self, variant: Variant) -> Tuning {
+        #[cfg(feature = "tune")]
+        if let Some(tuning) = self.tuned {
+            return tuning;
+        }
+        Tuning::of(variant)
     }
 
     /// Bytes of kernel parameters a launch on this device can have.
@@ -193,28 +241,21 @@ impl Kernels {
         self.proofs.iter()
     }
 
-    /// Runs one pass over a table: the one that finds the largest magnitudes of states that are scaled, and changes nothing
-    /// but the `FOUND_BYTES` per tensor at `header.found`, or the one that updates.
+    /// Updates a table's tensors. Where states are scaled, `header.found` is the address of `found_bytes(table)` bytes.
     ///
     /// # Safety
     /// Every tensor with a gradient has `numel` elements of the variant's types at its addresses, valid on `stream`.
-    pub unsafe fn launch(
-        &mut self,
-        variant: Variant,
-        table: &Table,
-        header: &Header,
-        absmax: bool,
-        stream: Stream,
-    ) -> Result<()> {
-        let (loaded, bytes) = self.function(variant, table)?;
-        let Some(function) = (if absmax { loaded.absmax } else { Some(loaded.write) }) else { return Ok(()) };
+    pub unsafe fn launch(&mut self, variant: Variant, table: &Table, header: &Header, stream: Stream) -> Result<()> {
+        let (function, bytes) = self.function(variant, table)?;
         table.write_parameter(header, capacity(bytes, variant.operands()), &mut self.parameter);
-        if absmax {
+        let mut blocks = table.chunks();
+        if variant.two_passes() {
+            blocks *= 2;
             // SAFETY: the caller's promise.
-            unsafe { self.gpu.clear(header.found, FOUND_BYTES * table.len(), stream) }?;
+            unsafe { self.gpu.clear(header.found, found_bytes(table), stream) }?;
         }
         // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
-        unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
+        unsafe { self.gpu.launch(function, blocks, self.tuning(variant).threads, stream, &self.parameter) }
     }
 
     /// Compiles and loads what a cast takes, so that no launch of it can fail for want of it.
@@ -235,7 +276,7 @@ impl Kernels {
         let Some(function) = (if absmax { loaded.absmax } else { Some(loaded.write) }) else { return Ok(()) };
         table.write_parameter(&Header::default(), capacity(bytes, cast.operands()), &mut self.parameter);
         // SAFETY: the parameter was written for this kernel's capacity; the addresses are the caller's promise.
-        unsafe { self.gpu.launch(function, table.chunks(), THREADS, stream, &self.parameter) }
+        unsafe { self.gpu.launch(function, table.chunks(), CAST_TUNING.threads, stream, &self.parameter) }
     }
 
     /// The device.
@@ -248,15 +289,14 @@ impl Kernels {
         if tensors <= capacity(SMALL_PARAMETERS, operands) { SMALL_PARAMETERS } else { LARGE_PARAMETERS }
     }
 
-    fn function(&mut self, variant: Variant, table: &Table) -> Result<(Loaded, usize)> {
+    fn function(&mut self, variant: Variant, table: &Table) -> Result<(Function, usize)> {
         let bytes = Kernels::smallest(table.len(), variant.operands());
-        if let Some(&loaded) = self.loaded.get(&(variant, bytes)) {
-            return Ok((loaded, bytes));
+        if let Some(&function) = self.loaded.get(&(variant, bytes)) {
+            return Ok((function, bytes));
         }
-        let names = if variant.two_passes() { &["adam", "adam_absmax"][..] } else { &["adam"] };
-        let loaded = self.build(ADAM, &options(variant, bytes, self.gpu.arch), names)?;
-        self.loaded.insert((variant, bytes), loaded);
-        Ok((loaded, bytes))
+        let function = self.build(ADAM, &options(variant, bytes, self.gpu.arch, self.tuning(variant)), &["adam"])?[0];
+        self.loaded.insert((variant, bytes), function);
+        Ok((function, bytes))
     }
 
     fn cast_function(&mut self, cast: Cast, bytes: usize) -> Result<Loaded> {
@@ -264,19 +304,19 @@ impl Kernels {
             return Ok(loaded);
         }
         let names = if cast.two_passes() { &["cast", "cast_absmax"][..] } else { &["cast"] };
-        let loaded = self.build(CAST, &cast_options(cast, bytes, self.gpu.arch), names)?;
+        let functions = self.build(CAST, &cast_options(cast, bytes, self.gpu.arch), names)?;
+        let loaded = Loaded { write: functions[0], absmax: functions.get(1).copied() };
         self.casts.insert((cast, bytes), loaded);
         Ok(loaded)
     }
 
-    /// Functions of these names, the one that writes first, from the disk or compiled.
-    fn build(&self, source: File, options: &[String], names: &[&str]) -> Result<Loaded> {
+    /// Functions of these names, from the disk or compiled.
+    fn build(&self, source: File, options: &[String], names: &[&str]) -> Result<Vec<Function>> {
         let mut key = vec![self.compiler.as_bytes(), source.1.as_bytes()];
         key.extend(HEADERS.iter().map(|file| file.1.as_bytes()));
         key.extend(options.iter().map(|option| option.as_bytes()));
         let compile = || nvrtc::compile(source, &HEADERS, options).map(|compiled| compiled.cubin);
-        let functions = self.gpu.load(&self.cache.get_or(&key, compile)?, names)?;
-        Ok(Loaded { write: functions[0], absmax: functions.get(1).copied() })
+        self.gpu.load(&self.cache.get_or(&key, compile)?, names)
     }
 }
 

@@ -65,16 +65,6 @@ impl GroupPlan {
         }
     }
 
-    /// Takes one parameter's work ahead of the others, if it is of the kind planned for; says whether it is, and which
-    /// bucket and table have its place.
-    pub fn take(&mut self, index: usize, work: &Option<Work>) -> Option<Option<(usize, usize)>> {
-        let slot = *self.slots.get(index)?;
-        self.fits(work, &slot).then(|| {
-            self.set(index, work);
-            slot.map(|slot| (slot.bucket as usize, slot.table as usize))
-        })
-    }
-
     /// Writes a parameter's addresses into its place.
     fn set(&mut self, index: usize, work: &Option<Work>) {
         let Some(slot) = self.slots[index] else { return };

@@ -1,15 +1,13 @@
 //! The table of tensors that one launch works on, kept compact and written out as the kernel's parameter `Launch` of
 //! `kernels/launch.cuh`. Integer arithmetic only. Invariant: `chunk_end` grows by at least one per tensor and stays below
-//! 2^31, so every block finds its tensor and no tensor is empty.
-
-use std::ops::Range;
+//! 2^30, so every block finds its tensor and no tensor is empty.
 
 use crate::options::Header;
 
 /// Elements of a tensor that one block works on.
 pub const CHUNK: u64 = 4096;
-/// Blocks of one launch: the limit of a CUDA grid's first dimension.
-const MAX_CHUNKS: u64 = (1 << 31) - 1;
+/// Chunks of one launch: half the limit of a CUDA grid's first dimension, since scaled states take two blocks each.
+const MAX_CHUNKS: u64 = (1 << 30) - 1;
 
 /// How many tensors fit into `bytes` of kernel parameters with `operands` addresses each.
 pub const fn capacity(bytes: usize, operands: usize) -> usize {
@@ -74,20 +72,9 @@ impl Table {
         self.chunk_end.is_empty()
     }
 
-    /// Blocks of the launch.
+    /// Chunks of all tensors.
     pub fn chunks(&self) -> u32 {
         self.chunk_end.last().copied().unwrap_or(0)
-    }
-
-    /// A table of some of the tensors.
-    pub fn part(&self, tensors: Range<usize>) -> Table {
-        let before = if tensors.start == 0 { 0 } else { self.chunk_end[tensors.start - 1] };
-        Table {
-            operands: self.operands,
-            addresses: self.addresses[tensors.start * self.operands..tensors.end * self.operands].to_vec(),
-            chunk_end: self.chunk_end[tensors.clone()].iter().map(|end| end - before).collect(),
-            tail: self.tail[tensors].to_vec(),
-        }
     }
 
     /// Whether any tensor has a gradient.
@@ -156,20 +143,6 @@ mod tests {
         let mut table = Table::new(OPERANDS);
         assert!(table.push(MAX_CHUNKS * CHUNK));
         assert!(!table.push(1));
-    }
-
-    #[test]
-    fn a_part_is_a_table_of_its_tensors() {
-        let mut table = Table::new(2);
-        for (at, numel) in [5, 3 * CHUNK, CHUNK + 1, 9].into_iter().enumerate() {
-            assert!(table.push(numel));
-            table.set_addresses(at, &[at as u64, 100 + at as u64]);
-        }
-        let part = table.part(1..3);
-        assert_eq!((part.len(), part.chunks(), part.has_work()), (2, 5, true));
-        assert_eq!((part.numel(0), part.numel(1)), (3 * CHUNK, CHUNK + 1));
-        assert_eq!((part.addresses(0), part.addresses(1)), (&[1, 101][..], &[2, 102][..]));
-        assert!(!table.part(0..1).has_work());
     }
 
     proptest! {

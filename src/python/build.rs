@@ -4,7 +4,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 
 use crate::gpu::cache::Cache;
-use crate::gpu::kernels::{self, LARGE_PARAMETERS, SMALL_PARAMETERS};
+use crate::gpu::kernels::{self, LARGE_PARAMETERS, SMALL_PARAMETERS, Tuning};
 use crate::loader::Cast;
 use crate::python::device::{OwnedNames, VariantNames, variant_from, variant_names};
 
@@ -19,7 +19,8 @@ pub fn kernel_variants() -> Vec<VariantNames> {
 #[pyfunction]
 pub fn compile_kernel(py: Python<'_>, variant: OwnedNames, arch: i32, large: bool) -> PyResult<(Vec<u8>, String)> {
     let bytes = if large { LARGE_PARAMETERS } else { SMALL_PARAMETERS };
-    let options = kernels::options(variant_from(variant)?, bytes, arch);
+    let variant = variant_from(variant)?;
+    let options = kernels::options(variant, bytes, arch, Tuning::of(variant));
     let compiled = py.detach(|| kernels::compile(&options))?;
     Ok((compiled.cubin, compiled.log))
 }
@@ -48,4 +49,15 @@ pub fn compile_cast(py: Python<'_>, index: usize, arch: i32, large: bool) -> PyR
 #[pyfunction]
 pub fn kernel_cache() -> Option<std::path::PathBuf> {
     Cache::from_environment().folder().map(std::path::Path::to_owned)
+}
+
+/// Builds the Adam kernels of a device anew with other constants; benches/tune.py sweeps them.
+#[cfg(feature = "tune")]
+#[pyfunction]
+pub fn tune(device: u16, threads: u32, vector: u32, unroll: u32, lag: u32) -> PyResult<()> {
+    crate::gpu::registry::with_kernels(device, |kernels| {
+        kernels.tune(Tuning { threads, vector, unroll, lag });
+        Ok(())
+    })?;
+    Ok(())
 }

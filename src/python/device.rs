@@ -6,11 +6,10 @@ use pyo3::types::PyDict;
 
 use crate::cpu;
 use crate::gpu::driver::Stream;
-use crate::gpu::kernels::{FOUND_BYTES, Proof};
+use crate::gpu::kernels::{Proof, found_bytes};
 use crate::gpu::registry::{registry, with_kernels};
 use crate::options::Header;
 use crate::plan::column::{Master, Variant};
-use crate::plan::table::Table;
 use crate::plan::{Bucket, GroupPlan};
 use crate::python::reader::{Reader, Torch};
 use crate::tensor::{Device, Dtype};
@@ -55,111 +54,53 @@ pub fn readiness(plan: &GroupPlan) -> Readiness {
     if unproven.is_empty() { Readiness::Ready } else { Readiness::Unproven(unproven) }
 }
 
-/// A bucket's launches in one step: the memory that they need for themselves, and how far they have come.
+/// A bucket's launches in one step, with the memory that they need for themselves.
 pub struct Run<'py> {
     _scratch: Option<Bound<'py, PyAny>>,
     address: u64,
-    /// Of how many of each table's tensors the largest magnitudes are being found.
-    begun: Vec<usize>,
-    launches: u64,
 }
 
 impl<'py> Run<'py> {
     /// Takes that memory from torch's allocator, on the current stream: what is freed there is reused in its order.
     pub fn new(reader: &Reader<'py>, py: Python<'py>, bucket: &Bucket) -> PyResult<Run<'py>> {
-        let mut run = Run { _scratch: None, address: 0, begun: vec![0; bucket.tables.len()], launches: 0 };
-        if two_passes(bucket) {
-            let bytes: usize = bucket.tables.iter().map(|table| FOUND_BYTES * table.len()).sum();
-            let torch = py.import("torch")?;
-            let arguments = PyDict::new(py);
-            arguments.set_item("dtype", torch.getattr("uint8")?)?;
-            arguments.set_item("device", bucket.device.to_string())?;
-            let tensor = torch.call_method("empty", (bytes,), Some(&arguments))?;
-            run.address = reader.view(&tensor)?.address;
-            run._scratch = Some(tensor);
+        if !matches!(bucket.device, Device::Cuda(_)) || !bucket.variant.two_passes() {
+            return Ok(Run { _scratch: None, address: 0 });
         }
-        Ok(run)
-    }
-
-    /// Finds the largest magnitudes of the states of a table's tensors up to one, if the bucket's kernel needs them.
-    /// Nothing of the optimizer changes.
-    ///
-    /// # Safety
-    /// The addresses of those tensors must be those of live tensors.
-    pub unsafe fn begin(
-        &mut self,
-        py: Python<'_>,
-        bucket: &Bucket,
-        table: usize,
-        end: usize,
-        header: &Header,
-    ) -> PyResult<()> {
-        let begun = std::mem::replace(&mut self.begun[table], end);
-        if !two_passes(bucket) || begun >= end {
-            return Ok(());
-        }
-        let part = bucket.tables[table].part(begun..end);
-        if !part.has_work() {
-            return Ok(());
-        }
-        let header = Header { found: self.found(bucket, table, begun), ..*header };
-        // SAFETY: the caller's promise.
-        unsafe { self.launch(py, bucket, &part, &header, true) }
+        let bytes: usize = bucket.tables.iter().map(found_bytes).sum();
+        let torch = py.import("torch")?;
+        let arguments = PyDict::new(py);
+        arguments.set_item("dtype", torch.getattr("uint8")?)?;
+        arguments.set_item("device", bucket.device.to_string())?;
+        let tensor = torch.call_method("empty", (bytes,), Some(&arguments))?;
+        Ok(Run { address: reader.view(&tensor)?.address, _scratch: Some(tensor) })
     }
 
     /// Updates the bucket's tensors; returns the number of launches.
     ///
     /// # Safety
     /// The addresses in the bucket's tables must be those of live tensors, read by the reader in this step.
-    pub unsafe fn finish(mut self, py: Python<'_>, bucket: &Bucket, header: &Header) -> PyResult<u64> {
-        for (index, table) in bucket.tables.iter().enumerate().filter(|(_, table)| table.has_work()) {
-            let header = Header { found: self.found(bucket, index, 0), ..*header };
-            // SAFETY: the caller's promise.
-            unsafe {
-                self.begin(py, bucket, index, table.len(), &header)?;
-                self.launch(py, bucket, table, &header, false)?;
+    pub unsafe fn launch(self, py: Python<'_>, bucket: &Bucket, header: &Header) -> PyResult<u64> {
+        let (mut found, mut launches) = (self.address, 0);
+        for table in bucket.tables.iter().filter(|table| table.has_work()) {
+            let header = Header { found, ..*header };
+            match bucket.device {
+                Device::Cuda(device) => {
+                    let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
+                    with_kernels(device, |kernels| {
+                        // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this
+                        // stream.
+                        unsafe { kernels.launch(bucket.variant, table, &header, stream) }
+                    })?;
+                }
+                // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace a
+                // tensor meanwhile.
+                Device::Cpu | Device::Other => unsafe { cpu::kernels::adam(table, bucket.variant, &header) },
             }
+            found += found_bytes(table) as u64;
+            launches += 1;
         }
-        Ok(self.launches)
+        Ok(launches)
     }
-
-    /// Where the first pass leaves what it finds from one of a table's tensors on.
-    fn found(&self, bucket: &Bucket, table: usize, tensor: usize) -> u64 {
-        let before = bucket.tables[..table].iter().map(Table::len).sum::<usize>() + tensor;
-        self.address + (FOUND_BYTES * before) as u64
-    }
-
-    /// Launches one pass over a table on the device of its bucket.
-    ///
-    /// # Safety
-    /// The addresses in the table must be those of live tensors.
-    unsafe fn launch(
-        &mut self,
-        py: Python<'_>,
-        bucket: &Bucket,
-        table: &Table,
-        header: &Header,
-        absmax: bool,
-    ) -> PyResult<()> {
-        match bucket.device {
-            Device::Cuda(device) => {
-                let stream = Stream(Torch::get(py)?.current_stream(py, device)?);
-                with_kernels(device, |kernels| {
-                    // SAFETY: the caller's promise; memory that torch frees later is reused in the order of this stream.
-                    unsafe { kernels.launch(bucket.variant, table, header, absmax, stream) }
-                })?;
-            }
-            // SAFETY: the caller's promise. The interpreter stays locked, so no Python code can free or replace a tensor
-            // meanwhile.
-            Device::Cpu | Device::Other => unsafe { cpu::kernels::adam(table, bucket.variant, header) },
-        }
-        self.launches += 1;
-        Ok(())
-    }
-}
-
-fn two_passes(bucket: &Bucket) -> bool {
-    matches!(bucket.device, Device::Cuda(_)) && bucket.variant.two_passes()
 }
 
 /// A variant as Python sees it: (gradient, parameter, exp_avg, exp_avg_sq, master, mode).

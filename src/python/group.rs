@@ -6,11 +6,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::plan::GroupPlan;
 use crate::plan::column::{Column, Master, Role, Verdict, Work};
 use crate::plan::operands::Scaling;
 use crate::python::again::Buffers;
-use crate::python::early::Early;
 use crate::python::faults::{self, Place};
 use crate::python::options::Switches;
 use crate::python::prefetch::{AHEAD, Checked, Trails};
@@ -128,9 +126,6 @@ pub struct GroupReader<'a, 'py> {
     pub trails: &'a mut Trails,
     pub kinds: &'a mut Kinds,
     pub buffers: &'a mut Buffers,
-    /// The plan of the last step, and launches that may begin while reading goes on.
-    pub plan: &'a mut GroupPlan,
-    pub early: Option<Early<'py>>,
     pub switches: &'a Switches,
     pub release: &'a Release,
     pub group: usize,
@@ -153,9 +148,6 @@ impl<'py> GroupReader<'_, 'py> {
         let mut uninitialised = Vec::new();
         let mut half = Dtype::Other;
         for index in 0..self.buffers.done.len() {
-            if let Some(before) = index.checked_sub(1) {
-                self.begin_early(params.py(), before)?;
-            }
             let place = Place { group: self.group, index };
             if !unchanged {
                 self.trails.begin_parameter();
@@ -208,20 +200,7 @@ impl<'py> GroupReader<'_, 'py> {
                 None => return Ok(Outcome::Unserved("states of a DTensor that lost their sharding")),
             }
         }
-        if let Some(last) = self.buffers.done.len().checked_sub(1) {
-            self.begin_early(params.py(), last)?;
-        }
         Ok(if uninitialised.is_empty() { Outcome::Works } else { Outcome::Uninitialised(uninitialised) })
-    }
-
-    /// Hands on a parameter that was read.
-    fn begin_early(&mut self, py: Python<'py>, index: usize) -> PyResult<()> {
-        if let Some(early) = &mut self.early
-            && !early.take(py, self.plan, index, &self.buffers.works[index])?
-        {
-            self.early = None;
-        }
-        Ok(())
     }
 
     /// Refuses fp16 beside bf16: `half` is the one met before.

@@ -158,7 +158,7 @@ fn run<'py>(
     plan.update(&works, parameter_bytes(device));
     for bucket in plan.buckets() {
         // SAFETY: the addresses were read in this call, from tensors that the lists hold.
-        unsafe { Run::new(reader, py, bucket)?.finish(py, bucket, header) }?;
+        unsafe { Run::new(reader, py, bucket)?.launch(py, bucket, header) }?;
     }
     Ok(())
 }

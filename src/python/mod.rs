@@ -5,7 +5,6 @@
 mod again;
 mod build;
 mod device;
-mod early;
 mod faults;
 mod group;
 mod lists;
@@ -26,6 +25,9 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
+    #[cfg(feature = "tune")]
+    #[pymodule_export]
+    use super::build::tune;
     #[pymodule_export]
     use super::build::{compile_cast, compile_kernel, kernel_cache, kernel_casts, kernel_variants};
     #[pymodule_export]

@@ -11,7 +11,6 @@ use crate::options::Header;
 use crate::plan::GroupPlan;
 use crate::python::again::Buffers;
 use crate::python::device::{Readiness, Run, VariantNames, parameter_bytes, readiness, variant_names};
-use crate::python::early::Early;
 use crate::python::group::{Aftermath, GroupReader, Outcome, Release};
 use crate::python::options::{LiveTensors, Switches, advance, read_live, read_options};
 use crate::python::prefetch::Trails;
@@ -116,10 +115,6 @@ impl Plan {
             }
             let options = read_options(group, &switches)?;
             let quantized = aftermath.quantized();
-            let early = match &live {
-                None if mode != "te" => Early::new(py, &reader, &record.plan, &Header::new(&options))?,
-                _ => None,
-            };
             let mut group_reader = GroupReader {
                 reader: &mut reader,
                 walk: &mut walk,
@@ -128,8 +123,6 @@ impl Plan {
                 trails: &mut record.trails,
                 kinds: &mut self.kinds,
                 buffers: &mut record.buffers,
-                plan: &mut record.plan,
-                early,
                 switches: &switches,
                 release: &release,
                 group: index,
@@ -138,7 +131,6 @@ impl Plan {
                 let _range = ranges.open(|| format!("te_patches: group {index}: read"));
                 group_reader.read(&params)?
             };
-            let early = group_reader.early.take();
             match outcome {
                 Outcome::Uninitialised(params) => uninitialised.extend(params),
                 Outcome::Unserved(reason) => {
@@ -151,9 +143,7 @@ impl Plan {
                     // themselves, and scales and quantizes after its kernels.
                     let simple = !switches.capturable && switches.in_place() && aftermath.quantized() == quantized;
                     let device = works.iter().flatten().next().map_or(Device::Cpu, |work| work.signature.device);
-                    let plans = record.plan.built();
                     record.plan.update(works, parameter_bytes(device));
-                    let early = early.filter(|_| record.plan.built() == plans);
                     (record.tier, record.reason) = ("native", String::new());
                     let simple = simple && record.plan.buckets().iter().all(|bucket| !bucket.variant.is_scaled());
                     let below = if simple { "replay" } else { "stock" };
@@ -171,10 +161,7 @@ impl Plan {
                                 }
                             };
                             let buckets = record.plan.buckets().iter();
-                            let runs = match early {
-                                Some(early) => early.runs(),
-                                None => buckets.map(|bucket| Run::new(&reader, py, bucket)).collect::<PyResult<_>>()?,
-                            };
+                            let runs = buckets.map(|bucket| Run::new(&reader, py, bucket)).collect::<PyResult<_>>()?;
                             ready.push((index, group.clone(), header, runs));
                         }
                         Readiness::Unproven(variants) => unproven.extend(variants),
@@ -214,7 +201,7 @@ impl Plan {
             for (bucket, run) in record.plan.buckets().iter().zip(runs) {
                 let _range = ranges.open(|| format!("te_patches: group {index}: {}", bucket.variant.name()));
                 // SAFETY: the addresses were read in this call; since then only counters were written.
-                record.launches += unsafe { run.finish(py, bucket, &header) }?;
+                record.launches += unsafe { run.launch(py, bucket, &header) }?;
             }
             record.steps += 1;
         }

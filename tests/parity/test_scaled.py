@@ -76,6 +76,28 @@ def test_gpu_scaled_states_equal_stock(combination, shard):
     assert tiers(run(combination, shard, 10).mine) == {"native"}
 
 
+# A chunk is 4,096 elements, and is updated 512 chunks after its magnitudes were found: tensors above and below that,
+# one behind the other, and more than are updated at once.
+AROUND_THE_LAG = [
+    [3 << 20, 1, 5 << 20, 7, 4096, 2 << 20, (2 << 20) + 1, 4097],
+    [11, (6 << 20) + 5],
+    [4096] * 700 + [(1 << 20) + 3] * 3 + [1] * 300,
+    [(2 << 20) - 4096, 4095],
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", AROUND_THE_LAG, ids=lambda sizes: f"{len(sizes)}-tensors")
+@pytest.mark.parametrize("combination", CASES[3::37], ids=str)
+def test_gpu_tensors_larger_and_smaller_than_the_lag_equal_stock(combination, sizes):
+    te_patches.apply(kernels="native")
+    twin = Twin(combination, shapes=[((size,), 0) for size in sizes])
+    for step in range(3):
+        twin.fill_gradients(lambda at, step=step: step == 0 or at % 4 != step)
+        twin.step()
+    assert tiers(twin.mine) == {"native"}
+
+
 @pytest.mark.parametrize("combination", CPU_CASES, ids=str)
 def test_cpu_scaled_states_equal_stock(combination, shard):
     te_patches.apply(kernels="native")
