@@ -5,7 +5,7 @@
 //! `cpu`, `gpu` (running them) → `python` (reading Python objects, the classes that Python sees).
 //! `unsafe` lives in `cpu::{kernels, scaling, casts}` (elements at tensors' addresses), `gpu::{nvrtc, driver, ring}`
 //! (foreign calls, copies) and `python::{reader, quantized, shim, recall, sweep, prefetch}` (Python objects); `gpu::kernels` and
-//! `python::{again, device, moves}` hand addresses on. `threads` are those of `cpu` and of `python::sweep`.
+//! `python::{again, device, lists, moves, step}` hand addresses on. `threads` are those of `cpu` and of `python::sweep`.
 
 pub mod cpu;
 pub mod gpu;
