@@ -1,15 +1,107 @@
 //! The Adam update of a block of elements in fp32, and what bf16 elements are in fp32 and back. Safe code on slices.
 //! The sequence of operations is that of `kernels/arithmetic.cuh`.
 
+use half::bf16;
+
 use crate::options::Scalars;
 
 /// Elements of a block at most.
 pub const BLOCK: usize = 1024;
 
-/// Updates `p`, `m` and `v` (equal lengths) from the gradient `g`. Capturable kernels round the last product on its
-/// own, the others fuse it with the subtraction.
-#[multiversion::multiversion(targets("x86_64+avx512f+avx512vl+fma", "x86_64+avx2+fma"))]
-pub fn adam_update(scalars: &Scalars, capturable: bool, g: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
+/// How an element is stored.
+pub trait Storage: Copy {
+    /// Its fp32 value.
+    fn widen(self) -> f32;
+    /// The nearest stored element, that of even value in a tie.
+    fn narrow(x: f32) -> Self;
+}
+
+impl Storage for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> f32 {
+        x
+    }
+}
+
+impl Storage for bf16 {
+    /// As torch widens: NaN keeps its bits.
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+
+    /// NaN stays NaN.
+    #[inline(always)]
+    fn narrow(x: f32) -> bf16 {
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+        // Selected, not branched to, so that many go at once.
+        bf16::from_bits((if x.is_nan() { bits | 0x40_0000 } else { rounded } >> 16) as u16)
+    }
+}
+
+/// Elements of one of two storages.
+pub enum Either<F, B> {
+    /// fp32.
+    F32(F),
+    /// bf16.
+    BF16(B),
+}
+
+/// Elements that are read.
+pub type Source<'a> = Either<&'a [f32], &'a [bf16]>;
+/// Elements that are read and written.
+pub type Values<'a> = Either<&'a mut [f32], &'a mut [bf16]>;
+
+impl<'a> Values<'a> {
+    /// fp32 elements; none of others, which need no more work once they are updated.
+    pub fn fp32(self) -> &'a mut [f32] {
+        match self {
+            Values::F32(elements) => elements,
+            Values::BF16(_) => &mut [],
+        }
+    }
+}
+
+/// An expression once for every combination of storages that the named elements can have.
+macro_rules! by_storage {
+    ($call:expr) => { $call };
+    ($call:expr, $elements:ident $(, $others:ident)*) => {
+        match $elements {
+            Either::F32($elements) => by_storage!($call $(, $others)*),
+            Either::BF16($elements) => by_storage!($call $(, $others)*),
+        }
+    };
+}
+
+/// [`adam_update`] of elements of any storages.
+pub fn adam_update_stored(
+    scalars: &Scalars,
+    capturable: bool,
+    g: Source<'_>,
+    p: &mut Values<'_>,
+    m: &mut Values<'_>,
+    v: &mut Values<'_>,
+) {
+    by_storage!(adam_update(scalars, capturable, g, p, m, v), g, p, m, v);
+}
+
+/// Updates `p`, `m` and `v` (equal lengths) from the gradient `g`, in fp32 whatever they are stored as. Capturable
+/// kernels round the last product on its own, the others fuse it with the subtraction.
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+fma", "x86_64+avx2+fma"))]
+pub fn adam_update<G: Storage, P: Storage, M: Storage, V: Storage>(
+    scalars: &Scalars,
+    capturable: bool,
+    g: &[G],
+    p: &mut [P],
+    m: &mut [M],
+    v: &mut [V],
+) {
     let Scalars { lr, beta1, beta2, eps, weight_decay, correction1, correction2, adam_w } = *scalars;
     let (one_minus_beta1, one_minus_beta2) = (1.0 - beta1, 1.0 - beta2);
     let (inverse1, inverse2) = (1.0 / correction1, 1.0 / correction2);
@@ -17,32 +109,30 @@ pub fn adam_update(scalars: &Scalars, capturable: bool, g: &[f32], p: &mut [f32]
     let count = g.len();
     let (p, m, v) = (&mut p[..count], &mut m[..count], &mut v[..count]);
     for i in 0..count {
-        let old = p[i];
-        let gradient = if adam_w { g[i] } else { old.mul_add(weight_decay, g[i]) };
-        m[i] = m[i].mul_add(beta1, gradient * one_minus_beta1);
-        v[i] = v[i].mul_add(beta2, gradient * one_minus_beta2 * gradient);
-        let denominator = (v[i] * inverse2).sqrt() + eps;
-        let ratio = m[i] * inverse1 * (1.0 / denominator);
+        let old = p[i].widen();
+        let gradient = g[i].widen();
+        let gradient = if adam_w { gradient } else { old.mul_add(weight_decay, gradient) };
+        let new_m = m[i].widen().mul_add(beta1, gradient * one_minus_beta1);
+        let new_v = v[i].widen().mul_add(beta2, gradient * one_minus_beta2 * gradient);
+        let denominator = (new_v * inverse2).sqrt() + eps;
+        let ratio = new_m * inverse1 * (1.0 / denominator);
         let update = if adam_w { old.mul_add(weight_decay, ratio) } else { ratio };
-        p[i] = if capturable { old - lr * update } else { (-update).mul_add(lr, old) };
+        m[i] = M::narrow(new_m);
+        v[i] = V::narrow(new_v);
+        p[i] = P::narrow(if capturable { old - lr * update } else { (-update).mul_add(lr, old) });
     }
 }
 
-/// fp32 values of bf16 bits, as torch widens them: NaN keeps its bits.
+/// fp32 values of bf16 elements.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
-pub fn widen_bf16(values: &mut [f32], bits: &[u16]) {
-    values.iter_mut().zip(bits).for_each(|(x, &bits)| *x = f32::from_bits(u32::from(bits) << 16));
+pub fn widen_bf16(values: &mut [f32], source: &[bf16]) {
+    values.iter_mut().zip(source).for_each(|(x, element)| *x = element.widen());
 }
 
-/// The nearest bf16 bits of fp32 values, those of even value in a tie; NaN stays NaN.
+/// The nearest bf16 elements of fp32 values.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512vl", "x86_64+avx2"))]
-pub fn narrow_bf16(target: &mut [u16], values: &[f32]) {
-    for (target, x) in target.iter_mut().zip(values) {
-        let bits = x.to_bits();
-        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
-        // Selected, not branched to, so that many go at once.
-        *target = (if x.is_nan() { bits | 0x40_0000 } else { rounded } >> 16) as u16;
-    }
+pub fn narrow_bf16(target: &mut [bf16], values: &[f32]) {
+    target.iter_mut().zip(values).for_each(|(element, &x)| *element = bf16::narrow(x));
 }
 
 /// fp32 values of bf16 parameters and their int16 remainders.
@@ -75,15 +165,14 @@ pub fn split_remainder(x: f32) -> (u16, u16) {
 mod tests {
     use super::*;
     use crate::options::Options;
-    use half::bf16;
     use proptest::prelude::*;
 
     #[test]
     fn widening_keeps_every_bit_of_bf16() {
-        let bits: Vec<u16> = (0..=u16::MAX).collect();
-        let mut values = vec![0.0; bits.len()];
-        widen_bf16(&mut values, &bits);
-        assert!(values.iter().zip(&bits).all(|(x, &bits)| x.to_bits() == u32::from(bits) << 16));
+        let elements: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
+        let mut values = vec![0.0; elements.len()];
+        widen_bf16(&mut values, &elements);
+        assert!(values.iter().zip(0u32..).all(|(x, bits)| x.to_bits() == bits << 16));
     }
 
     proptest! {
@@ -91,10 +180,11 @@ mod tests {
         fn narrowing_is_that_of_the_half_library(bits in prop::collection::vec(any::<u32>(), 1..70), tie in any::<u16>()) {
             let mut values: Vec<f32> = bits.into_iter().map(f32::from_bits).collect();
             values.extend([tie, tie ^ 1].map(|high| f32::from_bits(u32::from(high) << 16 | 0x8000)));
-            let mut narrowed = vec![0; values.len()];
+            let mut narrowed = vec![bf16::ZERO; values.len()];
             narrow_bf16(&mut narrowed, &values);
-            let expected: Vec<u16> = values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect();
-            prop_assert_eq!(narrowed, expected);
+            for (element, x) in narrowed.into_iter().zip(values) {
+                prop_assert_eq!(element.to_bits(), bf16::from_f32(x).to_bits());
+            }
         }
 
         #[test]

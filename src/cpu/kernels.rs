@@ -4,7 +4,9 @@
 use half::f16;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 
-use crate::cpu::arithmetic::{BLOCK, adam_update, merge_remainders, narrow_bf16, split_remainders, widen_bf16};
+use crate::cpu::arithmetic::{
+    BLOCK, Source, Values, adam_update_stored, merge_remainders, narrow_bf16, split_remainders, widen_bf16,
+};
 use crate::cpu::fp8::{narrow_e4m3, narrow_e5m2, widen_e4m3};
 use crate::cpu::scaling::{self, Factors, Found};
 use crate::options::{Header, Live, Scalars};
@@ -137,17 +139,14 @@ impl Update {
         let [grad, param, exp_avg, exp_avg_sq, master] = addresses.tensors;
         let [_, _, read_m, read_v, read_master] = factors.read;
         let [_, write_p, write_m, write_v, write_master] = factors.write;
-        // fp32 elements that are written are updated where they are, unless tensors share memory.
+        // fp32 and bf16 elements are updated where they are, unless tensors share memory.
         let apart = |a: u64, b: u64| a.abs_diff(b) >= (count * size_of::<f32>()) as u64;
-        let written = [param, exp_avg, exp_avg_sq, master];
-        let alone = (1..written.len()).all(|at| written[..at].iter().all(|&other| apart(written[at], other)));
-        let in_place = |dtype| write && alone && inv_scale.is_none() && dtype == Dtype::F32;
+        let used = [grad, param, exp_avg, exp_avg_sq, master];
+        let alone = (1..used.len()).all(|at| used[..at].iter().all(|&other| apart(used[at], other)));
+        let in_place = |dtype| write && alone && inv_scale.is_none() && matches!(dtype, Dtype::F32 | Dtype::BF16);
         let value_is_param = matches!(variant.master, Master::None | Master::F16Idle);
         // SAFETY: by the caller's promise these addresses hold `start + count` elements of these types.
-        let (p, m, v) = unsafe {
-            load(variant.grad, grad, start, 1.0, g);
-            let m = values(in_place(variant.exp_avg), variant.exp_avg, exp_avg, start, read_m, m);
-            let v = values(in_place(variant.exp_avg_sq), variant.exp_avg_sq, exp_avg_sq, start, read_v, v);
+        let (g, mut p, mut m, mut v) = unsafe {
             let p = match variant.master {
                 Master::None => values(in_place(variant.param), variant.param, param, start, 1.0, p),
                 Master::F32 => values(in_place(Dtype::F32), Dtype::F32, master, start, 1.0, p),
@@ -159,17 +158,15 @@ impl Update {
                 Master::Remainder => {
                     let (high, low) = (elements::<u16>(param, start, count), elements::<u16>(master, start, count));
                     merge_remainders(p, high, low);
-                    p
+                    Values::F32(p)
                 }
             };
-            (p, m, v)
+            let m = values(in_place(variant.exp_avg), variant.exp_avg, exp_avg, start, read_m, m);
+            let v = values(in_place(variant.exp_avg_sq), variant.exp_avg_sq, exp_avg_sq, start, read_v, v);
+            (gradients(in_place(variant.grad), variant.grad, grad, start, *inv_scale, g), p, m, v)
         };
-        if let Some(inv_scale) = inv_scale {
-            g.iter_mut().for_each(|g| *g *= inv_scale);
-            // SAFETY: as above; a capturable step writes its gradients.
-            unsafe { store(variant.grad, grad, start, 1.0, g) };
-        }
-        adam_update(scalars, variant.capturable, g, p, m, v);
+        adam_update_stored(scalars, variant.capturable, g, &mut p, &mut m, &mut v);
+        let [p, m, v] = [p, m, v].map(Values::fp32);
         if !write {
             found.raise(Role::ExpAvg, m);
             found.raise(Role::ExpAvgSq, v);
@@ -214,7 +211,7 @@ unsafe fn elements<'a, T>(address: u64, start: usize, count: usize) -> &'a mut [
     unsafe { std::slice::from_raw_parts_mut((address as *mut T).add(start), count) }
 }
 
-/// fp32 elements where they are, or others widened into a buffer.
+/// fp32 and bf16 elements where they are, or others widened into a buffer.
 ///
 /// # Safety
 /// As for [`elements`].
@@ -225,15 +222,56 @@ unsafe fn values(
     start: usize,
     factor: f32,
     buffer: &mut [f32],
-) -> &mut [f32] {
+) -> Values<'_> {
     // SAFETY: the caller's promise.
     unsafe {
-        if in_place {
-            return elements(address, start, buffer.len());
+        match dtype {
+            Dtype::F32 if in_place => Values::F32(elements(address, start, buffer.len())),
+            Dtype::BF16 if in_place => Values::BF16(elements(address, start, buffer.len())),
+            _ => {
+                load(dtype, address, start, factor, buffer);
+                Values::F32(buffer)
+            }
         }
-        load(dtype, address, start, factor, buffer);
     }
-    buffer
+}
+
+/// Gradients where they are, or widened into a buffer; those of a capturable step are unscaled, and written back.
+///
+/// # Safety
+/// As for [`load`] and, for a capturable step, [`store`].
+unsafe fn gradients(
+    in_place: bool,
+    dtype: Dtype,
+    address: u64,
+    start: usize,
+    inv_scale: Option<f32>,
+    buffer: &mut [f32],
+) -> Source<'_> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            Dtype::F32 if in_place => Source::F32(shared(address, start, buffer.len())),
+            Dtype::BF16 if in_place => Source::BF16(shared(address, start, buffer.len())),
+            _ => {
+                load(dtype, address, start, 1.0, buffer);
+                if let Some(inv_scale) = inv_scale {
+                    buffer.iter_mut().for_each(|g| *g *= inv_scale);
+                    store(dtype, address, start, 1.0, buffer);
+                }
+                Source::F32(buffer)
+            }
+        }
+    }
+}
+
+/// Elements that are only read. Gradients may be shared between tensors: no `&mut` to them is made.
+///
+/// # Safety
+/// They must be valid for reads, and written by nothing meanwhile.
+unsafe fn shared<'a, T>(address: u64, start: usize, count: usize) -> &'a [T] {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts((address as *const T).add(start), count) }
 }
 
 /// Widens elements to fp32 and multiplies them by what they were divided by.
@@ -242,22 +280,16 @@ unsafe fn values(
 /// As for [`elements`].
 pub unsafe fn load(dtype: Dtype, address: u64, start: usize, factor: f32, out: &mut [f32]) {
     let count = out.len();
-    // SAFETY: the caller's promise. Gradients may be shared between tensors, so they are only ever read: no `&mut`
-    // to them is made.
+    // SAFETY: the caller's promise.
     unsafe {
         match dtype {
-            Dtype::BF16 => {
-                widen_bf16(out, std::slice::from_raw_parts((address as *const u16).add(start), count));
-            }
-            Dtype::F16 => {
-                let source = std::slice::from_raw_parts((address as *const f16).add(start), count);
-                source.convert_to_f32_slice(out);
-            }
+            Dtype::BF16 => widen_bf16(out, shared(address, start, count)),
+            Dtype::F16 => shared::<f16>(address, start, count).convert_to_f32_slice(out),
             Dtype::E4M3 => {
-                let source = std::slice::from_raw_parts((address as *const u8).add(start), count);
+                let source = shared(address, start, count);
                 out.iter_mut().zip(source).for_each(|(out, &code)| *out = widen_e4m3(code));
             }
-            _ => out.copy_from_slice(std::slice::from_raw_parts((address as *const f32).add(start), count)),
+            _ => out.copy_from_slice(shared(address, start, count)),
         }
     }
     if factor != 1.0 {
@@ -282,7 +314,7 @@ pub unsafe fn store(dtype: Dtype, address: u64, start: usize, factor: f32, value
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
-            Dtype::BF16 => narrow_bf16(elements::<u16>(address, start, values.len()), values),
+            Dtype::BF16 => narrow_bf16(elements(address, start, values.len()), values),
             Dtype::F16 => {
                 elements::<u16>(address, start, values.len())
                     .reinterpret_cast_mut::<f16>()
