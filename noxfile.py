@@ -10,7 +10,9 @@ import nox
 nox.options.sessions = ["tests"]
 nox.options.reuse_existing_virtualenvs = True
 
-TORCH = "torch==2.11.0"
+TORCH = "2.11.0"
+# Others whose tensors are read; the first, with tensors laid out otherwise than in the one above, by `tests` too.
+OTHER_TORCHES = ("2.9.1", "2.7.1", "2.13.0", "2.15.0")
 # What Transformer Engine's Python files import beside torch.
 TE_NEEDS = ["pydantic", "packaging", "importlib-metadata"]
 RELEASES = ("2.20.2", "2.19.0", "2.18.0", "2.17.1", "2.15.0", "2.13.0", "2.8.0", "2.11.0")
@@ -27,13 +29,19 @@ def build(session: nox.Session, profile: str) -> None:
     session.install("--force-reinstall", "--no-deps", *map(str, wheels.glob("*.whl")))
 
 
-def install(session: nox.Session) -> None:
+def install(session: nox.Session, torch: str = TORCH) -> None:
     """torch, this project's wheel and what Transformer Engine's Python files need."""
     if not shutil.which("cargo"):
         session.error("Rust is needed to build the wheel: install it from your distribution or rustup")
-    session.install(TORCH, "numpy", *TE_NEEDS)
+    session.install(f"torch=={torch}", "numpy", *TE_NEEDS)
     session.install("maturin>=1.9,<2", "click", "rich")
     build(session, "release")
+
+
+def install_dev(session: nox.Session, torch: str = TORCH) -> None:
+    """What the tests take beside this project; some of it would bring the newest torch."""
+    dev = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["dev"]
+    session.install(f"torch=={torch}", *dev)
 
 
 @nox.session
@@ -48,7 +56,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Lints, types, Rust tests, and the Python suite against every supported Transformer Engine release."""
-    session.install(*nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["dev"])
+    install_dev(session)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     cargo = {"external": True}
@@ -72,6 +80,17 @@ def tests(session: nox.Session) -> None:
         session.run(
             "python", "-m", "pytest", "-q", "-n", "auto", *folders, *session.posargs, env={"TE_RELEASE": release}
         )
+    session.notify(f"torches({OTHER_TORCHES[0]})")
+
+
+@nox.session
+@nox.parametrize("torch", [nox.param(torch, id=torch) for torch in OTHER_TORCHES])
+def torches(session: nox.Session, torch: str) -> None:
+    """The parts that read tensors, with other torch releases: `nox -s torches`, or `nox -s "torches(2.15.0)"`."""
+    install_dev(session, torch)
+    install(session, torch)
+    session.run("python", "tests/te_release.py", RELEASES[0], silent=True)
+    session.run("python", "-m", "pytest", "-q", "-n", "auto", "tests/api", "tests/parity", "tests/load")
 
 
 @nox.session

@@ -21,6 +21,7 @@ __all__ = [
     "proofs",
     "record_proof",
     "save_states",
+    "tensors_read_by",
 ]
 
 _Variant = tuple[str, str, str, str, str, str]
@@ -196,6 +197,11 @@ def compile_cast(index: int, arch: int, large: bool) -> tuple[bytes, str]:
 
 def kernel_cache() -> Path | None:
     """Folder of compiled kernels: $TE_PATCHES_CACHE, else `te_patches` in $XDG_CACHE_HOME or ~/.cache; else None."""
+
+def tensors_read_by() -> Literal["records", "functions", "dlpack", "attributes"]:
+    """How this torch's tensors are read: by the words of its "records", which is fastest; else in full by its stable C
+    "functions", through "dlpack", or by their "attributes".
+    """
 
 def record_proof(device: int, variant: _Variant, reason: str | None) -> None:
     """Remembers whether a kernel gave stock's bits on a device: `reason` is None if it did."""

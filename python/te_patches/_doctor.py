@@ -53,13 +53,12 @@ def _environment() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    fast = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
     found = f"{torch.__version__}, built for CUDA {torch.version.cuda or 'none'}"
-    if fast:
+    way = _core.tensors_read_by()
+    if way == "records":
         return Finding("torch", "ok", found)
-    return Finding(
-        "torch", "note", f"{found}; before 2.10 tensors are read attribute by attribute", "pip install -U torch"
-    )
+    found += f"; its tensors are read in full at every step ({way}), which takes longer"
+    return Finding("torch", "note", found, "pip install -U torch te_patches")
 
 
 def _gpu() -> list[Finding]:
@@ -82,17 +81,32 @@ def _gpu() -> list[Finding]:
 
 
 def _compiler() -> Finding:
-    """Compiles one kernel for every architecture, for which no GPU is needed."""
+    """Compiles one kernel for the GPUs that are here, or else for every architecture. Older NVRTCs lack newer ones."""
     _nvrtc.preload()
     variant = _core.kernel_variants()[0]
-    try:
-        for arch in _ARCHITECTURES:
+    here = _architectures()
+    able, errors = [], []
+    for arch in sorted(here) or _ARCHITECTURES:
+        try:
             _core.compile_kernel(variant, arch, False)
-    except RuntimeError as error:
-        major = _cuda_major()
-        remedy = f"pip install nvidia-cuda-nvrtc{'' if major == '13' else '-cu' + major}"
-        return Finding("NVRTC", "missing", str(error).splitlines()[0], remedy)
-    return Finding("NVRTC", "ok", "compiles for " + ", ".join(f"sm_{arch}" for arch in _ARCHITECTURES))
+            able.append(f"sm_{arch}")
+        except RuntimeError as error:
+            errors.append(f"not for sm_{arch}: {str(error).splitlines()[0]}")
+    found = "; ".join([f"compiles for {', '.join(able)}"] * bool(able) + errors)
+    if not errors:
+        return Finding("NVRTC", "ok", found)
+    major = _cuda_major()
+    remedy = f"pip install -U nvidia-cuda-nvrtc{'' if major == '13' else '-cu' + major}"
+    return Finding("NVRTC", "missing" if here or not able else "note", found, remedy)
+
+
+def _architectures() -> set[int]:
+    """Of the GPUs here that the native kernels run on."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = {torch.cuda.get_device_capability(index) for index in range(count)}
+    return {10 * major + minor for major, minor in found if (major, minor) >= _OLDEST}
 
 
 def _cuda_major() -> str:

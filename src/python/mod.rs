@@ -37,6 +37,8 @@ mod _core {
     #[pymodule_export]
     use super::load::Load;
     #[pymodule_export]
+    use super::reader::tensors_read_by;
+    #[pymodule_export]
     use super::save::save_states;
     #[pymodule_export]
     use super::step::Plan;

@@ -216,25 +216,17 @@ pub struct RecordAt {
 
 /// End of the words of a tensor's Python object that may point at its record; every tensor's object is longer.
 const OBJECT_BYTES: u64 = 40;
-/// Bytes of a record, at least, that lie before the shape.
-const RECORD_BYTES: u64 = 32;
 
 impl RecordAt {
-    /// Finds the place from one live tensor: `object` is its Python object, `shape` lies within its record.
-    pub fn find(object: u64, shape: u64) -> Option<RecordAt> {
+    /// Finds the place from one live tensor: its Python object and its record.
+    pub fn find(object: u64, record: u64) -> Option<RecordAt> {
         let place = |offset| RecordAt { offset };
-        (16..OBJECT_BYTES).step_by(8).map(place).find(|at| at.is_right(object, shape))
+        (16..OBJECT_BYTES).step_by(8).map(place).find(|at| at.record(object) == record)
     }
 
     /// Where that word lies within a tensor's object.
     pub fn offset(self) -> u64 {
         self.offset
-    }
-
-    /// Whether the word of a live tensor's object points just before its shape.
-    pub fn is_right(self, object: u64, shape: u64) -> bool {
-        let word = self.record(object);
-        word < shape && (RECORD_BYTES..256).contains(&(shape - word))
     }
 
     /// Record of a live tensor.
@@ -255,14 +247,14 @@ impl RecordAt {
 /// # Safety
 /// `record` must be that of a live tensor.
 pub unsafe fn storage(record: u64) -> u64 {
-    // SAFETY: the record of a live tensor has `RECORD_BYTES`, since its shape lies behind.
+    // SAFETY: the record of a live tensor has this word, since its shape lies behind.
     unsafe { read(record + 16) }
 }
 
-/// Where a live DTensor's object points at its local tensor's, found by looking.
-pub fn slot(outer: u64, local: u64) -> Option<u64> {
-    // SAFETY: DTensor's objects have two words of their own behind those of every tensor's.
-    (OBJECT_BYTES - 8..OBJECT_BYTES + 16).step_by(8).find(|&offset| unsafe { read(outer + offset) } == local)
+/// Where a live DTensor's object, of so many bytes, points at its local tensor's, found by looking.
+pub fn slot(outer: u64, bytes: u64, local: u64) -> Option<u64> {
+    // SAFETY: the words lie within the object.
+    (16..bytes & !7).step_by(8).find(|&offset| unsafe { read(outer + offset) } == local)
 }
 
 /// Class of a live Python object.

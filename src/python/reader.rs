@@ -132,21 +132,13 @@ impl Torch {
             Ok(function) => function.unbind(),
             Err(_) => py.None(),
         };
-        // A torch that cannot make a probe is read without what the probes would have shown.
-        let probes = probes(py).unwrap_or_default();
-        let shim =
-            exchange.as_ref().and_then(|exchange| Shim::find(py, &probes, |probe| view_by_exchange(exchange, probe)));
-        let recall = shim.as_ref().and_then(|shim| {
-            let views = probes.iter().map(|probe| shim.view(probe)).collect::<Option<Vec<View>>>()?;
-            Recall::find(&probes, &views, &strangers(py).ok()?, |at| find_grads(py, at).ok()?)
-        });
         // A torch that keeps it elsewhere is asked for gradients.
         let grad = tensor.getattr("__base__").and_then(|base| base.getattr("__dict__")?.get_item("grad"));
         let grad = grad.map_or_else(|_| py.None(), Bound::unbind);
-        Ok(Torch {
+        let mut torch = Torch {
             exchange,
-            shim,
-            recall,
+            shim: None,
+            recall: None,
             grad,
             tensor: tensor.unbind(),
             dtypes: [
@@ -165,13 +157,50 @@ impl Torch {
             profiler: py.import("torch.autograd.profiler")?.into_any().unbind(),
             disable_torch_function: native.getattr("DisableTorchFunctionSubclass")?.unbind(),
             modules: py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind(),
-        })
+        };
+        // A torch that cannot make a probe is read without what the probes would have shown.
+        let probes = probes(py).unwrap_or_default();
+        let views: PyResult<Vec<View>> = probes.iter().map(|probe| torch.told_view(probe)).collect();
+        torch.shim = views.ok().and_then(|views| Shim::find(py, &probes, &views));
+        torch.recall = torch.shim.as_ref().and_then(|shim| {
+            let views = probes.iter().map(|probe| shim.view(probe)).collect::<Option<Vec<View>>>()?;
+            let at = shim.record_at();
+            Recall::find(at, &probes, &views, &strangers(py).ok()?, find_grads(py, at).ok()?)
+        });
+        Ok(torch)
     }
 
     /// Our name of a `torch.dtype`.
     pub fn dtype(&self, dtype: &Bound<'_, PyAny>) -> Dtype {
         let found = self.dtypes.iter().find(|(object, _)| object.is(dtype));
         found.map_or(Dtype::Other, |&(_, dtype)| dtype)
+    }
+
+    /// The view that torch tells through DLPack, or, before 2.10, by the tensor's attributes.
+    fn told_view(&self, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
+        match &self.exchange {
+            Some(exchange) => view_by_exchange(exchange, tensor),
+            None => self.view_by_attributes(tensor),
+        }
+    }
+
+    fn view_by_attributes(&self, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
+        let py = tensor.py();
+        let address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let shape: Vec<i64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+        let strides: Vec<i64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        let dtype = self.dtype(&tensor.getattr(intern!(py, "dtype"))?);
+        Ok(View::new(address, &shape, &strides, dtype, self.device_of(tensor)?))
+    }
+
+    fn device_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Device> {
+        let py = tensor.py();
+        let device = tensor.getattr(intern!(py, "device"))?;
+        Ok(match device.getattr(intern!(py, "type"))?.extract::<String>()?.as_str() {
+            "cpu" => Device::Cpu,
+            "cuda" => Device::Cuda(device.getattr(intern!(py, "index"))?.extract()?),
+            _ => Device::Other,
+        })
     }
 
     /// Whether torch's profiler runs; a torch that does not tell has none.
@@ -295,6 +324,18 @@ fn view_by_exchange(exchange: &Exchange, tensor: &Bound<'_, PyAny>) -> PyResult<
         let address = if empty { 0 } else { out.data as u64 + out.byte_offset };
         Ok(View { record: out.shape as u64, ..View::new(address, shape, strides, dtype, device) })
     }
+}
+
+/// How this torch's tensors are read: by the words of its "records", which is fastest; else in full by its stable C
+/// "functions", through "dlpack", or by their "attributes".
+#[pyfunction]
+pub fn tensors_read_by(py: Python<'_>) -> PyResult<&'static str> {
+    Ok(match Torch::get(py)? {
+        Torch { recall: Some(_), .. } => "records",
+        Torch { shim: Some(_), .. } => "functions",
+        Torch { exchange: Some(_), .. } => "dlpack",
+        _ => "attributes",
+    })
 }
 
 /// Reads tensors during one step.
@@ -457,7 +498,8 @@ impl<'py> Reader<'py> {
         let inner = self.kind(&local)?;
         let slot = &mut self.classes[at].slot;
         if slot.is_none() {
-            *slot = prefetch::slot(tensor.as_ptr() as u64, local.as_ptr() as u64);
+            let bytes = tensor.get_type().getattr(intern!(self.py, "__basicsize__"))?.extract()?;
+            *slot = prefetch::slot(tensor.as_ptr() as u64, bytes, local.as_ptr() as u64);
         }
         Ok((local, Kind::Sharded, inner))
     }
@@ -465,10 +507,9 @@ impl<'py> Reader<'py> {
     /// Address, shape, strides, dtype and device of a plain tensor.
     pub fn view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
         let fast = self.torch.shim.as_ref().and_then(|shim| shim.view(tensor));
-        let view = match (fast, &self.torch.exchange) {
-            (Some(view), _) => view,
-            (None, Some(exchange)) => view_by_exchange(exchange, tensor)?,
-            (None, None) => self.view_by_attributes(tensor)?,
+        let view = match fast {
+            Some(view) => view,
+            None => self.torch.told_view(tensor)?,
         };
         // A view into a released storage reports its offset as its address; real addresses this low are rare enough
         // to ask about.
@@ -500,19 +541,8 @@ impl<'py> Reader<'py> {
     pub fn shape_view(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
         match self.torch.shim.as_ref().and_then(|shim| shim.view(tensor)) {
             Some(view) => Ok(view),
-            None => self.view_by_attributes(tensor),
+            None => self.torch.view_by_attributes(tensor),
         }
-    }
-
-    /// For torch before 2.10.
-    fn view_by_attributes(&self, tensor: &Bound<'py, PyAny>) -> PyResult<View> {
-        let py = self.py;
-        let address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let shape: Vec<i64> = tensor.getattr(intern!(py, "shape"))?.extract()?;
-        let strides: Vec<i64> = tensor.call_method0(intern!(py, "stride"))?.extract()?;
-        let dtype = self.torch.dtype(&tensor.getattr(intern!(py, "dtype"))?);
-        let device = self.device_of(tensor)?;
-        Ok(View::new(address, &shape, &strides, dtype, device))
     }
 
     /// Shape and device of a tensor whose elements are not its own: at no address.
@@ -522,17 +552,7 @@ impl<'py> Reader<'py> {
         for at in (1..shape.len()).rev() {
             strides[at - 1] = strides[at] * shape[at].max(1);
         }
-        Ok(View::new(0, &shape, &strides, Dtype::Other, self.device_of(tensor)?))
-    }
-
-    fn device_of(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Device> {
-        let py = self.py;
-        let device = tensor.getattr(intern!(py, "device"))?;
-        Ok(match device.getattr(intern!(py, "type"))?.extract::<String>()?.as_str() {
-            "cpu" => Device::Cpu,
-            "cuda" => Device::Cuda(device.getattr(intern!(py, "index"))?.extract()?),
-            _ => Device::Other,
-        })
+        Ok(View::new(0, &shape, &strides, Dtype::Other, self.torch.device_of(tensor)?))
     }
 
     /// A tensor of one element. TypeError for another.

@@ -24,6 +24,8 @@ const FROM_SHAPE: usize = 15;
 const DIMENSIONS: u64 = 5;
 /// Where, in those words, the offset into the storage lies: behind the number of dimensions, shape and strides.
 const OFFSET: usize = 1 + 2 * DIMENSIONS as usize;
+/// Where in a record the shape may be.
+const SHAPE_WITHIN: std::ops::Range<u64> = 32..256;
 /// Where a record points at its storage and at its extras.
 const STORAGE: u64 = 16;
 const EXTRAS: u64 = 32;
@@ -103,7 +105,9 @@ impl GradAt {
     /// `record` must be that of a live tensor.
     pub unsafe fn object(self, record: u64) -> u64 {
         // SAFETY: the caller's promise.
-        unsafe { read(record + self.object) }
+        let word = unsafe { read(record + self.object) };
+        // Before 2.10, torch marks there objects that only the tensor keeps alive.
+        word & !1
     }
 }
 
@@ -118,18 +122,22 @@ struct Reading {
 }
 
 impl Recall {
-    /// The places, if all probes have them. `views` are those of the probes as torch tells them; `strangers` are unlike
-    /// each of them in something that a view does not say.
+    /// The places, if all probes have them, whose records are `at` that place. `views` are those of the probes as torch
+    /// tells them; `strangers` are unlike each of them in something that a view does not say.
     pub fn find(
+        at: RecordAt,
         probes: &[Bound<'_, PyAny>],
         views: &[View],
         strangers: &[Bound<'_, PyAny>],
-        grads: impl Fn(RecordAt) -> Option<GradAt>,
+        grads: Option<GradAt>,
     ) -> Option<Recall> {
         let (first, view) = (probes.first()?, views.first()?);
-        let at = RecordAt::find(first.as_ptr() as u64, view.record)?;
-        let shape = view.record - at.record(first.as_ptr() as u64);
-        let recall = Recall { at, shape, grads: grads(at) };
+        // Few dimensions are kept in the record, behind what is read of it.
+        let shape = view.record.checked_sub(at.record(first.as_ptr() as u64))?;
+        if !SHAPE_WITHIN.contains(&shape) {
+            return None;
+        }
+        let recall = Recall { at, shape, grads };
         // SAFETY: the tensor is live.
         let look = |tensor: &Bound<'_, PyAny>| unsafe { recall.read(at.record(tensor.as_ptr() as u64)) };
         let known: Vec<(Option<Reading>, &View)> =

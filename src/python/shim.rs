@@ -1,7 +1,7 @@
 //! UNSAFE: reads tensors through torch's stable C functions (`torch/csrc/inductor/aoti_torch/c/shim.h`), which take no
 //! reference and no lock: a third of the time of a DLPack view, whose cast to a C++ tensor counts references up and down.
 //! Where a tensor's Python object keeps its C++ tensor is not part of that interface: the place is found by looking, and
-//! used only after tensors of every kind were read alike through it and through DLPack.
+//! used only after tensors of every kind were read alike through it and by torch.
 //! Invariant: a view is only made of a live `torch.Tensor`, while the interpreter is locked.
 
 use std::ffi::{c_int, c_void};
@@ -26,7 +26,8 @@ pub struct Shim {
     dtype: Get<i32>,
     device_type: Get<i32>,
     device_index: Get<i32>,
-    layout: Get<i32>,
+    /// Since torch 2.9.
+    layout: Option<Get<i32>>,
     strided: i32,
     cpu: i32,
     cuda: i32,
@@ -35,13 +36,9 @@ pub struct Shim {
 }
 
 impl Shim {
-    /// The functions of the process's torch, if it has them and they read `probes` as `by_dlpack` does. The probes are
+    /// The functions of the process's torch, if it has them and they read `probes` as `views` have them. The probes are
     /// on the CPU; the first of each dtype tells its code.
-    pub fn find<'py>(
-        py: Python<'py>,
-        probes: &[Bound<'py, PyAny>],
-        by_dlpack: impl Fn(&Bound<'py, PyAny>) -> PyResult<View>,
-    ) -> Option<Shim> {
+    pub fn find(py: Python<'_>, probes: &[Bound<'_, PyAny>], views: &[View]) -> Option<Shim> {
         let ctypes = py.import("ctypes").ok()?;
         let file: String = py.import("torch").ok()?.getattr("__file__").ok()?.extract().ok()?;
         let library = std::path::Path::new(&file).with_file_name("lib").join("libtorch_cpu.so");
@@ -57,8 +54,8 @@ impl Shim {
             // SAFETY: functions of these names take nothing and return an int32.
             Some(unsafe { std::mem::transmute::<*const c_void, unsafe extern "C" fn() -> i32>(address(name)?)() })
         };
-        let views = probes.iter().map(|probe| by_dlpack(probe).ok()).collect::<Option<Vec<View>>>()?;
-        let (first, view) = (probes.first()?, views.first()?);
+        let record = |probe: &Bound<'_, PyAny>| probe.getattr("_cdata").ok()?.extract::<u64>().ok();
+        let first = probes.first()?;
         // SAFETY: functions of these names take a tensor and a pointer to a result of this type.
         let mut shim = unsafe {
             Shim {
@@ -70,29 +67,33 @@ impl Shim {
                 dtype: std::mem::transmute::<*const c_void, Get<i32>>(address("get_dtype")?),
                 device_type: std::mem::transmute::<*const c_void, Get<i32>>(address("get_device_type")?),
                 device_index: std::mem::transmute::<*const c_void, Get<i32>>(address("get_device_index")?),
-                layout: std::mem::transmute::<*const c_void, Get<i32>>(address("get_layout")?),
+                layout: address("get_layout").map(|at| std::mem::transmute::<*const c_void, Get<i32>>(at)),
                 strided: constant("layout_strided")?,
                 cpu: constant("device_type_cpu")?,
                 cuda: constant("device_type_cuda")?,
                 dtypes: Vec::new(),
-                tensor_at: RecordAt::find(first.as_ptr() as u64, view.record)?,
+                tensor_at: RecordAt::find(first.as_ptr() as u64, record(first)?)?,
             }
         };
-        for (probe, view) in probes.iter().zip(&views) {
-            // SAFETY: the probe is live. Were its C++ tensor not where it was found for the first probe, the word there
-            // would not point just before its shape.
-            let code = unsafe {
-                if !shim.tensor_at.is_right(probe.as_ptr() as u64, view.record) {
-                    return None;
-                }
-                get(shim.dtype, shim.handle(probe))?
-            };
+        for (probe, view) in probes.iter().zip(views) {
+            if shim.tensor_at.record(probe.as_ptr() as u64) != record(probe)? {
+                return None;
+            }
+            // SAFETY: the probe is live, and its C++ tensor where that of the first was found.
+            let code = unsafe { get(shim.dtype, shim.handle(probe))? };
             if shim.dtypes.iter().all(|&(known, _)| known != code) {
                 shim.dtypes.push((code, view.dtype));
             }
         }
-        let alike = probes.iter().zip(&views).all(|(probe, view)| shim.view(probe).as_ref() == Some(view));
-        alike.then_some(shim)
+        let alike = |view: View, other: View| View { record: 0, ..view } == View { record: 0, ..other };
+        let right =
+            |(probe, view): (&Bound<'_, PyAny>, &View)| shim.view(probe).is_some_and(|found| alike(found, *view));
+        probes.iter().zip(views).all(right).then_some(shim)
+    }
+
+    /// Where tensors' objects point at torch's records, which hold their C++ tensors.
+    pub fn record_at(&self) -> RecordAt {
+        self.tensor_at
     }
 
     fn handle(&self, tensor: &Bound<'_, PyAny>) -> Handle {
@@ -103,9 +104,12 @@ impl Shim {
     pub fn view(&self, tensor: &Bound<'_, PyAny>) -> Option<View> {
         let handle = self.handle(tensor);
         // SAFETY: the tensor is live, its C++ tensor is at this place in every object of a subclass of torch.Tensor, and
-        // shape and strides live as long as it. The strided layout is asked for first: others have no address.
+        // shape and strides live as long as it. Other layouts than strided have no address; to ask for it is an
+        // error that torch reports on stderr, so the layout comes first.
         unsafe {
-            if get(self.layout, handle)? != self.strided {
+            if let Some(layout) = self.layout
+                && get(layout, handle)? != self.strided
+            {
                 return None;
             }
             let dim = get(self.dim, handle)? as usize;
@@ -122,8 +126,9 @@ impl Shim {
                 cuda if cuda == self.cuda => Device::Cuda(get(self.device_index, handle)? as u16),
                 _ => Device::Other,
             };
-            // A tensor without elements may have no address.
-            let address = if get(self.numel, handle)? == 0 { 0 } else { get(self.data_ptr, handle)? as u64 };
+            let address = get(self.data_ptr, handle)? as u64;
+            // A tensor without elements may have any address.
+            let address = if get(self.numel, handle)? == 0 { 0 } else { address };
             Some(View { record: shape_at, ..View::new(address, shape, strides, dtype, device) })
         }
     }

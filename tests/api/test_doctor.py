@@ -22,7 +22,10 @@ def doctor(code: str, **environment: str) -> tuple[int, dict[str, dict[str, str]
 def test_cpu_everything_needed_is_found(tmp_path):
     code, found = doctor(ENABLE, TE_PATCHES_CACHE=str(tmp_path))
     assert code == 0
-    assert found["NVRTC"]["state"] == "ok"
+    assert found["torch"]["state"] == "ok"
+    assert "compiles for sm_80, sm_90" in found["NVRTC"]["found"]
+    # Before 12.8, NVRTC lacks the two newer ones.
+    assert ("sm_100, sm_120" in found["NVRTC"]["found"]) == (found["NVRTC"]["state"] == "ok")
     assert found["kernel cache"]["found"] == f"{tmp_path}, 0 kernels"
     assert found["FusedAdam.step"]["found"].startswith("patched")
     assert "multi_tensor_applier" in found
