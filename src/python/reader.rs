@@ -667,7 +667,7 @@ pub fn state_entries<'py>(state: &Bound<'py, PyDict>) -> [Option<Bound<'py, PyAn
 const STEPPED_OVER: usize = 8;
 
 /// Below a tebibyte; user-space addresses of the CUDA driver and of mapped host memory lie above.
-pub const LOW_ADDRESS: u64 = 1 << 40;
+const LOW_ADDRESS: u64 = 1 << 40;
 
 /// Walks an optimizer's `state`, or another dict whose order is usually that of the parameters, so that no lookup needs
 /// to hash.

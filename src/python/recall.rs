@@ -11,7 +11,6 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 use crate::python::prefetch::{RecordAt, read};
-use crate::python::reader::LOW_ADDRESS;
 use crate::tensor::{Dtype, View};
 
 /// What tells kinds of tensors apart: the record's class and extras, its words from the number of dimensions to the
@@ -234,9 +233,9 @@ impl Palette {
             }
             kind = self.0.get(kind.twin as usize)?;
         }
-        // At a low address its memory may have been released, which torch tells better.
+        // Without memory it was released, which the full reading tells.
         let view = reading.of(&kind.view);
-        (view.numel == 0 || view.address >= LOW_ADDRESS).then_some(view)
+        (view.numel == 0 || reading.storage != 0).then_some(view)
     }
 }
 
