@@ -67,7 +67,8 @@ impl Plan {
     }
 
     /// Takes one step, or returns what has to be done first. `mode`: "auto", "native" or "te". `served`: groups already
-    /// stepped in a lower tier. `release`: what the installed Transformer Engine does. `live`: in capturable mode the (step, inv_scale, skip) of each group, one-element tensors; counters are then the caller's to advance.
+    /// stepped in a lower tier. `release`: what the installed Transformer Engine does. `live`: in capturable mode the
+    /// (step, inv_scale, skip) of each group, one-element tensors; counters are then the caller's to advance.
     fn step<'py>(
         &mut self,
         optimizer: &Bound<'py, PyAny>,
