@@ -37,6 +37,7 @@ CASES = {
     "plain-bf16-bf16-moments": "plain bf16, bf16 moments, no master",
     "plain-bf16-fp16-moments": "plain bf16 + master, fp16 moments (two passes)",
     "plain-bf16-fp8-fp16-moments": "plain bf16 + master, fp8 exp_avg, fp16 exp_avg_sq (two passes)",
+    "fp8-parameters": "fp8 parameters (delayed scaling) + fp32 master",
     "plain-bf16-capturable": "plain bf16 + master, capturable",
     "plain-bf16-capturable-graph": "the same, replayed as a CUDA graph",
     "dtensor-small": "DTensor bf16 + remainder, 4,096 elements each",

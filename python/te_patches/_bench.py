@@ -27,7 +27,7 @@ from te_patches import _releases
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 REMAINDER = {"master_weights": True, "store_param_remainders": True}
 MASTER = {"master_weights": True}
 BF16_MOMENTS = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
@@ -46,6 +46,7 @@ CASES: dict[str, tuple[torch.dtype, bool, dict[str, Any], int, int | None]] = {
     "plain-bf16-bf16-moments": (BF16, False, BF16_MOMENTS, 14, None),
     "plain-bf16-fp16-moments": (BF16, False, MASTER | FP16_MOMENTS, 20, None),
     "plain-bf16-fp8-fp16-moments": (BF16, False, MASTER | FP8_MOMENTS, 18, None),
+    "fp8-parameters": (E4M3, False, MASTER, 27, None),
     "plain-bf16-capturable": (BF16, False, MASTER | {"capturable": True}, 28, None),
     "plain-bf16-capturable-graph": (BF16, False, MASTER | {"capturable": True}, 28, None),
     "dtensor-small": (BF16, True, REMAINDER, 26, 4096),
@@ -97,9 +98,13 @@ class Model:
         self.wrap = self._shard if sharded else lambda tensor: tensor
         self.specs: dict[int, Any] = {}
         self.dtype, self.sharded, self.sizes = dtype, sharded, sizes
-        self.params = [torch.nn.Parameter(self.wrap(self._random(size))) for size in sizes]
+        stored = quantized if dtype == E4M3 else lambda values: values
+        self.params = [torch.nn.Parameter(self.wrap(stored(self._random(size)))) for size in sizes]
 
     def _random(self, size: int) -> Any:
+        """Values or a gradient; fp8 parameters are matrices with bf16 gradients."""
+        if self.dtype == E4M3:
+            return torch.randn(size // 16, 16, device=DEVICE).to(BF16)
         return torch.randn(size, device=DEVICE).to(self.dtype)
 
     def _shard(self, local: Any) -> Any:
@@ -121,6 +126,17 @@ class Model:
             param.grad = None
         for param, size in zip(self.params, self.sizes, strict=True):
             param.grad = self.wrap(self._random(size))
+
+
+def quantized(values: Any) -> Any:
+    """A Float8Tensor with delayed scaling."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    scale, amax = torch.full((1,), 64.0, device=DEVICE), torch.zeros(1, device=DEVICE)
+    quantizer = Float8Quantizer(scale=scale, amax=amax, fp8_dtype=_releases.fp8_dtypes().kFloat8E4M3)
+    tensor = quantizer.make_empty(values.shape, dtype=BF16, device=torch.device(DEVICE))
+    quantizer.update_quantized(values, tensor)
+    return tensor
 
 
 def mesh() -> Any:

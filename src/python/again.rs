@@ -44,7 +44,7 @@ impl Buffers {
 impl<'py> GroupReader<'_, 'py> {
     /// Reads the parameters that are as they were; the others are left.
     pub fn read_again(&mut self, params: &Bound<'py, PyList>) -> PyResult<()> {
-        if self.switches.scales_states() {
+        if self.switches.scales_states() || self.reader.met_wrapped() {
             self.read_rows(params, |buffers| &mut buffers.scaled_rows)
         } else {
             self.read_rows(params, |buffers| &mut buffers.rows)
@@ -61,7 +61,7 @@ impl<'py> GroupReader<'_, 'py> {
         let grads = recall.grads().filter(|_| !self.switches.decoupled_grad);
         // Where torch or the user has to be asked for gradients, that comes first: it may run code of Python's.
         let given = if grads.is_none() { Some(self.given_grads(params)?) } else { None };
-        let fp8 = self.switches.moments.contains(&Dtype::E4M3);
+        let fp8 = self.switches.moments.contains(&Dtype::E4M3) || self.reader.met_wrapped();
         let insides = if fp8 { self.reader.insides(params.py())? } else { None };
         let sight = Sight { recall, grads, classes: self.reader.known_classes(), palette: self.kinds.palette() };
         let count = self.buffers.done.len();
@@ -124,13 +124,13 @@ impl<'py> GroupReader<'_, 'py> {
         if variant.master == Master::None && self.switches.master(variant.param) != Master::None {
             return None;
         }
-        let mut dicts = [const { None }; 2 + 4];
-        dicts[0] = Some([0, state.as_ptr() as u64]);
+        let mut dicts = [const { None }; 2 + 2 + 4];
+        dicts[2] = Some([0, state.as_ptr() as u64]);
         let states = borrowed_entries(&state);
         let mut factors = [None; 3];
-        if variant.is_scaled() {
+        if variant.two_passes() {
             let scales = self.scales.step(param)?.cast_into::<PyDict>().ok()?;
-            dicts[1] = Some([0, scales.as_ptr() as u64]);
+            dicts[3] = Some([0, scales.as_ptr() as u64]);
             factors = borrowed_entries(&scales);
         }
         row.grad_sharded = grad_sharded;
@@ -141,7 +141,16 @@ impl<'py> GroupReader<'_, 'py> {
             row.sharded |= u32::from(sharded) << place;
             Some(())
         };
-        expect(Role::Param as usize, param, sharded)?;
+        if variant.scaled(Role::Param) == Scaled::Param {
+            // SAFETY: the list of parameters holds it, and no code of Python's has run.
+            let inside = unsafe { insides?.of(param, sharded) }.filter(|inside| inside.dtype == variant.param)?;
+            dicts[..2].copy_from_slice(&inside.dicts.map(Some));
+            expect(Role::Param as usize, inside.data, false)?;
+            let words = [inside.scale, inside.scale_inv, inside.amax];
+            (inside_of(Role::Param)..).zip(words).try_for_each(|(place, word)| expect(place, word, false))?;
+        } else {
+            expect(Role::Param as usize, param, sharded)?;
+        }
         for (at, role) in STATES.into_iter().enumerate() {
             if role == Role::Master && variant.master == Master::None {
                 continue;
@@ -150,8 +159,10 @@ impl<'py> GroupReader<'_, 'py> {
             if scaled == Scaled::State {
                 // SAFETY: the state's dict holds it, and no code of Python's has run.
                 let inside = unsafe { insides?.of(state, sharded) }?;
-                dicts[2 + 2 * at..][..2].copy_from_slice(&inside.dicts.map(Some));
-                let of = INSIDES + 3 * at;
+                // That a transposed copy is out of date is for the full reading to see to.
+                (inside.dtype == Dtype::E4M3 && !inside.transposed).then_some(())?;
+                dicts[4 + 2 * at..][..2].copy_from_slice(&inside.dicts.map(Some));
+                let of = inside_of(role);
                 let words = [inside.data, factors[at]?, inside.scale, inside.scale_inv, inside.amax];
                 let places = [role as usize, FACTORS + at, of, of + 1, of + 2];
                 places.into_iter().zip(words).try_for_each(|(place, word)| expect(place, word, false))?;
@@ -168,16 +179,21 @@ impl<'py> GroupReader<'_, 'py> {
     }
 }
 
+/// Where a row has what scales an fp8 tensor.
+const fn inside_of(role: Role) -> usize {
+    INSIDES + 3 * (role as usize - Role::Param as usize)
+}
+
 /// The work of a row that is known; none without elements.
 fn work<const PLACES: usize>(row: &Row<PLACES>, signature: Signature) -> Option<Work> {
     let mut scaling: Option<Box<[Scaling; ROLES]>> = None;
-    for (at, role) in STATES.into_iter().enumerate() {
-        let factor = row.words.get(FACTORS + at).copied().unwrap_or(0);
-        if factor != 0 {
-            let inside = row.words.get(INSIDES + 3 * at..).and_then(|words| words.first_chunk()).copied();
-            let [scale, scale_inv, amax] = inside.unwrap_or_default();
-            scaling.get_or_insert_default()[role as usize] = Scaling { factor, scale, scale_inv, amax };
-        }
+    let variant = signature.variant;
+    for role in Role::ALL.into_iter().filter(|&role| variant.scaled(role) != Scaled::No) {
+        let at = STATES.iter().position(|&state| state == role);
+        let factor = at.and_then(|at| row.words.get(FACTORS + at)).copied().unwrap_or_default();
+        let inside = row.words.get(inside_of(role)..).and_then(|words| words.first_chunk()).copied();
+        let [scale, scale_inv, amax] = inside.unwrap_or_default();
+        scaling.get_or_insert_default()[role as usize] = Scaling { factor, scale, scale_inv, amax };
     }
     let tensors = std::array::from_fn(|role| row.words[role]);
     (signature.numel > 0).then_some(Work { signature, tensors, scaling })

@@ -264,11 +264,12 @@ impl<'py> GroupReader<'_, 'py> {
         if self.switches.remainders {
             return Err(faults::quantized_remainder(place, param, &class()));
         }
-        let Some(Fp8 { data, dtype, scale, scale_inv, amax, .. }) = fp8.filter(|_| own) else {
+        let Some(Fp8 { data, dtype, scale, scale_inv, amax, dicts, .. }) = fp8.filter(|_| own) else {
             let view = View { dtype: Dtype::F32, ..self.reader.wrapper_view(&local)? };
             return Ok(Some(Value { tensor: local.clone(), view, scaling: None, quantized: Some(local) }));
         };
-        let view = View { dtype, ..self.view(&data, place, param, Role::Param)? };
+        dicts.into_iter().flatten().for_each(|[owner, dict]| self.trails.note_dict(owner, dict));
+        let view = View { dtype, ..self.noted_view(param.as_ptr() as u64, &data, place, param, Role::Param)? };
         let mut one = |name, tensor| self.number(name, tensor, view.device);
         let scaling = Scaling {
             factor: 0,
@@ -368,7 +369,7 @@ impl<'py> GroupReader<'_, 'py> {
         state: &Bound<'py, PyDict>,
     ) -> PyResult<Option<Option<Work>>> {
         let param = &opened.param;
-        let plain = value.scaling.is_none() && value.quantized.is_none();
+        let remade = value.quantized.is_some();
         let grad_view = self.grad_view(place, param, &grad.local)?;
         let mut kind = self.switches.master(value.view.dtype);
         if value.quantized.is_some() {
@@ -429,8 +430,8 @@ impl<'py> GroupReader<'_, 'py> {
             let tensor = tensors[faults::role(fault) as usize].as_ref().unwrap_or(param);
             faults::raise(fault, place, param, tensor)
         })?;
-        // The inside of quantized parameters is read in full each time.
-        if plain && !matches!(verdict, Verdict::Unordered) {
+        // What is quantized anew is read in full each time.
+        if !remade && !matches!(verdict, Verdict::Unordered) {
             let sharded = outer == Kind::Sharded;
             self.trails.note_checked(Checked { signature: column.signature(), sharded, grad_sharded: grad.sharded });
         }

@@ -120,7 +120,7 @@ impl<'py> Reader<'py> {
         }))
     }
 
-    /// The way to the insides of fp8 states; `None` if their classes have ways of their own to attributes.
+    /// The way to the insides of fp8 tensors; `None` if their classes have ways of their own to attributes.
     pub fn insides(&self, py: Python<'py>) -> PyResult<Option<Insides<'py>>> {
         let engine = Engine::get(py)?;
         let of_tensor = ["_data", "_scale_inv", "_fp8_dtype", "_transpose", "_transpose_invalid", "_quantizer"];
@@ -133,7 +133,8 @@ impl<'py> Reader<'py> {
         Ok(Some(Insides {
             tensor: tensor.as_ptr() as u64,
             quantizer: quantizer.as_ptr() as u64,
-            e4m3: engine.e4m3.as_ptr() as u64,
+            dtypes: [(&engine.e4m3, Dtype::E4M3), (&engine.e5m2, Dtype::E5M2)]
+                .map(|(member, dtype)| (member.as_ptr() as u64, dtype)),
             none: py.None().as_ptr() as u64,
             yes: PyBool::new(py, true).as_ptr() as u64,
             classes: self.known_classes(),
@@ -162,13 +163,13 @@ fn from_dict(class: &Bound<'_, PyType>, names: &[&str]) -> PyResult<bool> {
     Ok(true)
 }
 
-/// The way to the insides of fp8 states of Transformer Engine's own classes. While it lives no garbage is collected, so that
+/// The way to the insides of fp8 tensors of Transformer Engine's own classes. While it lives no garbage is collected, so that
 /// making a dict runs no code of Python's.
 pub struct Insides<'py> {
-    /// Addresses of the classes, of the dtype, of None and of True.
+    /// Addresses of the classes, of the dtypes, of None and of True.
     tensor: u64,
     quantizer: u64,
-    e4m3: u64,
+    dtypes: [(u64, Dtype); 2],
     none: u64,
     yes: u64,
     /// The way through DTensors.
@@ -179,19 +180,22 @@ pub struct Insides<'py> {
     collector: Collector,
 }
 
-/// The objects inside an fp8 state, borrowed.
+/// The objects inside an fp8 tensor, borrowed.
 pub struct Inside {
     pub data: u64,
     pub scale: u64,
     pub scale_inv: u64,
     pub amax: u64,
+    pub dtype: Dtype,
+    /// Whether a transposed copy of the data may count as one.
+    pub transposed: bool,
     /// The tensor's and the quantizer's object, each with its dict.
     pub dicts: [[u64; 2]; 2],
 }
 
 impl Insides<'_> {
-    /// The inside of a state, or of the local tensor of one that is a DTensor; `None` if it is anything but a tensor in E4M3
-    /// whose transposed copy, if there is one, is already known to be out of date.
+    /// The inside of a tensor, or of the local tensor of one that is a DTensor; `None` if it is anything but an fp8 tensor
+    /// whose quantizer's scale is given from outside.
     ///
     /// # Safety
     /// `object` must be a live Python object.
@@ -212,12 +216,12 @@ impl Insides<'_> {
             let dict = own_dict(tensor)?;
             let [data, scale_inv, dtype, transpose, outdated, quantizer] = borrowed_values(dict, &self.of_tensor);
             let quantizer = quantizer.filter(|&quantizer| prefetch::class(quantizer) == self.quantizer)?;
-            if dtype? != self.e4m3 || transpose? != self.none && outdated? != self.yes {
-                return None;
-            }
+            let (dtype, transposed) = (dtype?, transpose? != self.none && outdated? != self.yes);
+            let &(_, dtype) = self.dtypes.iter().find(|&&(member, _)| member == dtype)?;
             let dicts = [[tensor, dict], [quantizer, own_dict(quantizer)?]];
             let [scale, amax] = borrowed_values(dicts[1][1], &self.of_quantizer);
-            Some(Inside { data: data?, scale: scale?, scale_inv: scale_inv?, amax: amax?, dicts })
+            let (data, scale, scale_inv, amax) = (data?, scale?, scale_inv?, amax?);
+            Some(Inside { data, scale, scale_inv, amax, dtype, transposed, dicts })
         }
     }
 }

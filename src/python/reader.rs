@@ -433,21 +433,23 @@ impl<'py> Reader<'py> {
         self.classes.iter().map(|class| (class.class.clone().unbind(), class.slot)).collect()
     }
 
-    /// The classes that were met and whose objects' elements are known to lie at their own address or at that of the
-    /// tensor they point at.
+    /// The classes that were met.
     pub fn known_classes(&self) -> Vec<KnownClass> {
-        let graded = |class: &Class<'py>| class.grad.as_ref().is_some_and(|g| g.descriptor.is(&self.torch.grad));
-        let known = |class: &Class<'py>| KnownClass {
-            class: class.class.as_ptr() as u64,
-            slot: class.slot,
-            graded: graded(class),
+        let known = |class: &Class<'py>| {
+            let whole = match class.kind {
+                Kind::Plain => true,
+                Kind::Sharded => class.slot.is_some() && class.local.is_some(),
+                Kind::Wrapped => false,
+            };
+            let graded = class.grad.as_ref().is_some_and(|grad| grad.descriptor.is(&self.torch.grad));
+            KnownClass { class: class.class.as_ptr() as u64, whole, slot: class.slot.filter(|_| whole), graded }
         };
-        let whole = |class: &&Class<'py>| match class.kind {
-            Kind::Plain => true,
-            Kind::Sharded => class.slot.is_some() && class.local.is_some(),
-            Kind::Wrapped => false,
-        };
-        self.classes.iter().filter(whole).map(known).collect()
+        self.classes.iter().map(known).collect()
+    }
+
+    /// Whether any tensor that was met has an inside of its own.
+    pub fn met_wrapped(&self) -> bool {
+        self.classes.iter().any(|class| class.kind == Kind::Wrapped)
     }
 
     /// Our name of a `torch.dtype`.

@@ -14,12 +14,13 @@ use crate::python::prefetch::{self, STORAGE_WORDS, read};
 use crate::python::recall::{GradAt, Palette, Recall};
 use crate::threads::READERS;
 
-/// Where a row of scaled states has their factors, and what else scales its two moments: three each.
+/// Where a row of scaled tensors has the factors of its states, and what else scales its parameter and two moments: three
+/// each.
 pub const FACTORS: usize = ROLES;
 pub const INSIDES: usize = FACTORS + 3;
-/// Objects that a row has room for: rows travel between cores, so those without scaled states are short.
+/// Objects that a row has room for: rows travel between cores, so those without scaled tensors are short.
 pub const UNSCALED: usize = ROLES;
-pub const SCALED: usize = INSIDES + 2 * 3;
+pub const SCALED: usize = INSIDES + 3 * 3;
 /// Rows that a thread takes at once: what it asks for in advance fits its nearest cache.
 const CHUNK: usize = 8;
 /// Chunks from which on calling threads costs less than it saves.
@@ -84,6 +85,8 @@ impl<const PLACES: usize> Row<PLACES> {
 pub struct KnownClass {
     /// Address of the class.
     pub class: u64,
+    /// Whether its objects' elements are known to be their own, or those of their local tensors.
+    pub whole: bool,
     /// Where its objects point at their local tensor; `None` if their elements are their own.
     pub slot: Option<u64>,
     /// Whether its gradients are those that torch keeps.
@@ -104,6 +107,10 @@ impl Sight {
         self.classes.iter().find(|known| known.class == prefetch::class(object))
     }
 
+    fn whole(&self, object: u64) -> Option<&KnownClass> {
+        self.class(object).filter(|known| known.whole)
+    }
+
     /// The tensor that holds the elements; `None` if the object is of another class than expected.
     ///
     /// # Safety
@@ -112,12 +119,12 @@ impl Sight {
         if object == 0 {
             return None;
         }
-        match (self.class(object)?.slot, sharded) {
+        match (self.whole(object)?.slot, sharded) {
             (None, false) => Some(object),
             (Some(slot), true) => {
                 // SAFETY: objects of this class have this word, which is 0 or a live object.
                 let local = unsafe { read(object + slot) };
-                (local != 0 && self.class(local)?.slot.is_none()).then_some(local)
+                (local != 0 && self.whole(local)?.slot.is_none()).then_some(local)
             }
             _ => None,
         }

@@ -12,6 +12,7 @@ import pytest
 import te_patches
 import torch
 from te_patches import _releases
+from test_many import change_class, change_data, change_quantizer, change_scale_inv, keep_transpose
 from twin import DEVICE, TALLY, assert_same
 
 MODULE = _releases.import_fused_adam()
@@ -62,7 +63,8 @@ INSIDE = ("_data", "_scale_inv", "_transpose", "_rowwise_data", "_columnwise_dat
 
 
 def inside(param):
-    """Everything that a quantized tensor and its quantizer hold."""
+    """Everything that a quantized tensor, or the local one of a DTensor, and its quantizer hold."""
+    param = getattr(param, "_local_tensor", param)
     found = [getattr(param, name) for name in INSIDE if getattr(param, name, None) is not None]
     quantizer = param._quantizer
     return found + [
@@ -73,9 +75,11 @@ def inside(param):
 class Pair:
     """The same parameters twice, stepped by stock and by the patches."""
 
-    def __init__(self, make, grad_dtype=BF16, plain=(), **arguments):
+    def __init__(
+        self, make, grad_dtype=BF16, plain=(), shapes=SHAPES, decoupled=True, wrap=lambda tensor: tensor, **arguments
+    ):
         torch.manual_seed(3)
-        values = [torch.randn(shape, device=DEVICE).to(BF16) for shape in SHAPES]
+        values = [torch.randn(shape, device=DEVICE).to(BF16) for shape in shapes]
         others = [torch.randn(33, device=DEVICE).to(dtype) for dtype in plain]
         self.params = [
             [torch.nn.Parameter(make(value)) for value in values]
@@ -83,17 +87,20 @@ class Pair:
             for _ in range(2)
         ]
         self.optimizers = [
-            MODULE.FusedAdam(p, lr=1e-2, weight_decay=0.1, use_decoupled_grad=True, **arguments) for p in self.params
+            MODULE.FusedAdam(p, lr=1e-2, weight_decay=0.1, use_decoupled_grad=decoupled, **arguments)
+            for p in self.params
         ]
-        self.grad_dtype = grad_dtype
+        self.grad_name = "decoupled_grad" if decoupled else "grad"
+        self.grad_dtype, self.wrap = grad_dtype, wrap
         self.quantized = len(values)
         self.step_of_stock = inspect.unwrap(MODULE.FusedAdam.step)
         TALLY.combinations += 1
 
     def step(self):
         for mine, stock in zip(*self.params, strict=True):
-            grad = torch.randn(mine.shape, device=DEVICE).to(self.grad_dtype)
-            mine.decoupled_grad, stock.decoupled_grad = grad, grad.clone()
+            grad = torch.randn(getattr(mine, "_local_tensor", mine).shape, device=DEVICE).to(self.grad_dtype)
+            setattr(mine, self.grad_name, self.wrap(grad))
+            setattr(stock, self.grad_name, self.wrap(grad.clone()))
         self.optimizers[0].step()
         self.step_of_stock(self.optimizers[1])
         TALLY.steps += 1
@@ -232,6 +239,66 @@ def refused(match, **arguments):
     assert torch.equal(param._data, before)
     assert not optimizer.state
     assert "step" not in optimizer.param_groups[0]
+
+
+def change_dtype(param):
+    """The same bytes, read as the other fp8 dtype from then on."""
+    other = kind("kFloat8E5M2")
+    param._quantizer = param._quantizer.copy()
+    param._fp8_dtype = param._quantizer.dtype = other
+
+
+# And how many of twenty parameters are read in full from then on.
+CHANGES = {
+    change_data: 0,
+    change_scale_inv: 0,
+    change_quantizer: 0,
+    change_dtype: 0,
+    change_class: 1,
+    keep_transpose: 0,
+}
+# Others than Python's own enum makes a new object of a dtype for each tensor, and such a tensor is read in full.
+own_enum = pytest.mark.skipif(not hasattr(MODULE, "DType"), reason="this release's dtypes are not objects of their own")
+
+
+def inside_is_read_at_every_step(change, decoupled, wrap):
+    te_patches.apply(kernels="native")
+    make = lambda values: wrap(delayed(values))  # noqa: E731
+    pair = Pair(make, shapes=[(32, 16)] * 20, decoupled=decoupled, wrap=wrap, master_weights=True)
+    for step in range(6):
+        pair.step()
+        recalled = te_patches.report(pair.optimizers[0])["groups"][0]["recalled"]
+        # Gradients may be of kinds that differ in bits that torch never wrote, and were not met before.
+        least, most = (0 if step in (0, 3) else 5), 20 - (CHANGES[change] if step > 2 else 0 if step else 20)
+        assert least <= recalled <= most
+        if step == 2:
+            # Stock writes all fp8 parameters of a group as one dtype.
+            changed = slice(None) if change is change_dtype else slice(7, 8)
+            for param in (param for params in pair.params for param in params[changed]):
+                change(getattr(param, "_local_tensor", param))
+    assert pair.tiers() == {"native"}
+
+
+WRAPPED = pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "dtensor"])
+
+
+@own_enum
+@cpu_fp8_params
+@WRAPPED
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_cpu_the_inside_of_an_fp8_parameter_is_read_at_every_step(change, decoupled, wrapped, shard):
+    inside_is_read_at_every_step(change, decoupled, shard if wrapped else lambda tensor: tensor)
+
+
+@pytest.mark.gpu
+@own_enum
+@needs_fp8_init
+@WRAPPED
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_gpu_the_inside_of_an_fp8_parameter_is_read_at_every_step(change, decoupled, wrapped, shard):
+    inside_is_read_at_every_step(change, decoupled, shard if wrapped else lambda tensor: tensor)
 
 
 @cpu_fp8_params
